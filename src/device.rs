@@ -1,0 +1,265 @@
+//! What the runtime asks of an accelerator, and nothing else: memory, streams, events, capture, launch.
+//!
+//! Every room above reaches a device through [`Device`] alone. Two devices implement it, the
+//! simulated [`host`] device and (feature `cuda`) the CUDA driver; [`faulty`] wraps any device and makes
+//! chosen calls fail. Each method states what must hold before it (the caller's duty) and what
+//! holds after it (the device's).
+//!
+//! A device handle is cheap to clone and may be used from any thread.
+
+pub mod faulty;
+pub mod host;
+pub mod kernels;
+
+mod error;
+mod kernel;
+
+use std::fmt;
+
+pub use error::{Call, Code, DeviceError, Fault, FaultReason};
+pub use kernel::{HostFn, Kernel, KernelArg, KernelContext, LaunchConfig};
+
+/// Result of a device call.
+pub type Result<T, E = DeviceError> = std::result::Result<T, E>;
+
+/// An address in a device's memory, in bytes. Zero is the null address.
+///
+/// It is a number, not a reference: holding one keeps nothing alive.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DevicePtr(pub u64);
+
+impl DevicePtr {
+    /// The null address: what a zero-byte allocation has.
+    pub const NULL: DevicePtr = DevicePtr(0);
+
+    /// The address `bytes` further on.
+    #[must_use]
+    pub fn offset(self, bytes: u64) -> DevicePtr {
+        DevicePtr(self.0.wrapping_add(bytes))
+    }
+}
+
+impl fmt::Debug for DevicePtr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+/// How strictly calls that do not belong to a capture are judged while it is underway
+/// (`CUstreamCaptureMode`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CaptureMode {
+    /// Unsafe calls are refused on every thread, and invalidate the capture.
+    Global,
+    /// Unsafe calls are refused on the thread that began the capture.
+    ThreadLocal,
+    /// Unsafe calls are allowed.
+    Relaxed,
+}
+
+/// Whether a stream captures (`CUstreamCaptureStatus`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CaptureStatus {
+    /// Work enqueued on the stream runs.
+    None,
+    /// Work enqueued on the stream becomes nodes of a graph.
+    Active,
+    /// The capture broke; it must still be ended, and ending it gives an error.
+    Invalidated,
+}
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its name, as the driver gives it.
+    pub name: String,
+    /// Its number among the devices of its kind.
+    pub ordinal: u32,
+}
+
+/// A device's physical memory, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryInfo {
+    /// Not mapped by anyone.
+    pub free: u64,
+    /// In all.
+    pub total: u64,
+}
+
+/// What a pool tells the device of a range of its memory, in stream order (see [`Device::mark`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mark {
+    /// The range has an owner from here on; its bytes are undefined until written.
+    Live,
+    /// The range has no owner from here on: whoever reads or writes it is wrong.
+    Dead,
+}
+
+/// One slot of a [`Device::gather`]: where a moving input is copied to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GatherSlot {
+    /// Where the bytes go.
+    pub dst: DevicePtr,
+    /// How many.
+    pub bytes: u64,
+}
+
+/// What a captured graph holds, by kind of node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GraphInfo {
+    /// Kernel launches, the gather node included.
+    pub kernels: usize,
+    /// Copies.
+    pub copies: usize,
+    /// Fills.
+    pub fills: usize,
+    /// Allocations and frees made by the driver itself; the runtime refuses such a graph.
+    pub memory: usize,
+    /// Everything else (events, host functions).
+    pub other: usize,
+}
+
+impl GraphInfo {
+    /// All nodes.
+    #[must_use]
+    pub fn nodes(&self) -> usize {
+        self.kernels + self.copies + self.fills + self.memory + self.other
+    }
+}
+
+/// An accelerator with virtual memory, streams, events and graphs.
+///
+/// # Errors
+/// Every fallible method gives a [`DeviceError`]: the call, the driver's code, and in words what was
+/// refused and why. A call that is refused has no effect besides the one its code names
+/// (a capture may be invalidated by it).
+pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
+    /// An ordered queue of work. Cheap to clone; clones are the same stream.
+    type Stream: Clone + PartialEq + fmt::Debug + Send + Sync + 'static;
+    /// A point in a stream.
+    type Event: fmt::Debug + Send + Sync + 'static;
+    /// A loaded kernel. Cheap to clone.
+    type Function: Clone + fmt::Debug + Send + Sync + 'static;
+    /// A captured graph: a template that cannot run.
+    type Graph: fmt::Debug + Send + Sync + 'static;
+    /// An executable graph. Dropping it while a launch is in flight is allowed.
+    type Exec: fmt::Debug + Send + Sync + 'static;
+
+    /// What the device is.
+    fn info(&self) -> DeviceInfo;
+
+    /// How much physical memory there is.
+    fn memory_info(&self) -> Result<MemoryInfo>;
+
+    // ---- memory: addresses are reserved, physical memory is mapped under them --------------
+
+    /// What sizes and addresses of [`map`](Device::map) and [`reserve`](Device::reserve) are multiples of, in bytes.
+    fn granularity(&self) -> u64;
+
+    /// Reserves `bytes` (a multiple of the granularity) of addresses. Nothing is mapped there yet.
+    /// Legal during a capture, in every mode.
+    fn reserve(&self, bytes: u64) -> Result<DevicePtr>;
+
+    /// Gives back what [`reserve`](Device::reserve) gave; nothing may be mapped there.
+    fn release(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
+
+    /// Maps fresh physical memory under a reserved range that has none. Legal during a capture, in
+    /// every mode; waits for nothing. The bytes there are undefined, and live until marked otherwise.
+    fn map(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
+
+    /// Unmaps what one call of [`map`](Device::map) mapped. Waits for nothing: the caller has seen to it
+    /// that no work in flight touches the range. A graph captured with the address keeps it, and
+    /// runs again once something is mapped there.
+    fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
+
+    /// Tells the device in stream order that a range changes hands. A device without memory checks does nothing.
+    ///
+    /// The simulated device poisons what dies and reports whoever touches it. On a capturing
+    /// stream the mark is captured, so that a launch revives what its graph owns; marks are no
+    /// nodes and do not count as such.
+    fn mark(&self, stream: &Self::Stream, ptr: DevicePtr, bytes: u64, mark: Mark);
+
+    // ---- streams and events -----------------------------------------------------------------
+
+    /// A new stream, which does not order itself with the default stream.
+    fn create_stream(&self) -> Result<Self::Stream>;
+
+    /// The default (legacy) stream. It cannot capture.
+    fn default_stream(&self) -> Self::Stream;
+
+    /// A small number that names the stream within this device: 0 for the default stream, then in order of creation.
+    fn stream_id(&self, stream: &Self::Stream) -> u32;
+
+    /// Waits until the stream's work has run. Reports what that work did wrong.
+    fn synchronize(&self, stream: &Self::Stream) -> Result<()>;
+
+    /// Waits until all work of the device has run. Refused while any stream captures, and invalidates that capture.
+    fn synchronize_device(&self) -> Result<()>;
+
+    /// Whether the stream's work has run.
+    fn query(&self, stream: &Self::Stream) -> Result<bool>;
+
+    /// A new event; waiting for it before it is recorded does nothing.
+    fn create_event(&self) -> Result<Self::Event>;
+
+    /// Records the event at the stream's end.
+    fn record(&self, event: &Self::Event, stream: &Self::Stream) -> Result<()>;
+
+    /// Makes the stream's later work wait for the event's last record.
+    fn wait(&self, stream: &Self::Stream, event: &Self::Event) -> Result<()>;
+
+    /// Whether the event's last record has been reached.
+    fn query_event(&self, event: &Self::Event) -> Result<bool>;
+
+    /// Waits for the event's last record.
+    fn synchronize_event(&self, event: &Self::Event) -> Result<()>;
+
+    // ---- work in stream order ------------------------------------------------------------------
+
+    /// Loads a kernel, compiling it where the device needs that. Cached by the device. Do it before
+    /// capturing: loading may wait for running kernels.
+    fn load(&self, kernel: &Kernel) -> Result<Self::Function>;
+
+    /// Launches a kernel. The arguments are copied at the call.
+    fn launch(&self, stream: &Self::Stream, function: &Self::Function, config: LaunchConfig, args: &[KernelArg]) -> Result<()>;
+
+    /// Copies within the device. Zero bytes: nothing is enqueued. The ranges must not overlap.
+    fn copy(&self, stream: &Self::Stream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()>;
+
+    /// Sets each byte of a range.
+    fn fill(&self, stream: &Self::Stream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()>;
+
+    /// Copies from pageable host memory; `src` has been read when the call returns. Refused on a
+    /// capturing stream, without touching the capture: the driver would bake in a host address that nobody keeps.
+    fn write(&self, stream: &Self::Stream, dst: DevicePtr, src: &[u8]) -> Result<()>;
+
+    /// Copies to host memory in stream order and waits for it. Refused on a capturing stream, without touching the capture.
+    fn read(&self, stream: &Self::Stream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
+
+    /// Copies `sources[i]` into `slots[i]` for all `i`, as one piece of work. Captured, it is the one node whose
+    /// sources can be set anew at a launch; a graph holds at most one.
+    fn gather(&self, stream: &Self::Stream, slots: &[GatherSlot], sources: &[DevicePtr]) -> Result<()>;
+
+    // ---- graphs ---------------------------------------------------------------------------------
+
+    /// Begins a capture on the stream.
+    fn begin_capture(&self, stream: &Self::Stream, mode: CaptureMode) -> Result<()>;
+
+    /// Whether the stream captures. Legal at any time.
+    fn capture_status(&self, stream: &Self::Stream) -> Result<CaptureStatus>;
+
+    /// Ends the capture that was begun on this stream. Whatever it returns, the stream does not capture any more
+    /// (but for [`Code::IllegalState`], where it did not capture at all).
+    fn end_capture(&self, stream: &Self::Stream) -> Result<Self::Graph>;
+
+    /// What the graph holds.
+    fn graph_info(&self, graph: &Self::Graph) -> Result<GraphInfo>;
+
+    /// Makes a graph executable. The template may be dropped afterwards.
+    fn instantiate(&self, graph: &Self::Graph) -> Result<Self::Exec>;
+
+    /// Launches an executable. `sources` are the addresses that its gather node reads, in the order of the slots
+    /// (empty where it has none); they are taken at the call, so a launch in flight keeps its own.
+    /// Returns at once; allocates nothing on the host in steady state.
+    fn launch_graph(&self, exec: &Self::Exec, stream: &Self::Stream, sources: &[DevicePtr]) -> Result<()>;
+}

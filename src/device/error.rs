@@ -1,0 +1,170 @@
+//! Errors of a device: the call, the driver's code, and what happened in words.
+
+use std::fmt;
+
+use super::CaptureStatus;
+
+/// The calls of [`Device`](super::Device), as errors and [`Faulty`](super::faulty::Faulty) name them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[allow(missing_docs)] // each is the method of the same name
+pub enum Call {
+    MemoryInfo,
+    Reserve,
+    Release,
+    Map,
+    Unmap,
+    CreateStream,
+    Synchronize,
+    SynchronizeDevice,
+    Query,
+    CreateEvent,
+    Record,
+    Wait,
+    QueryEvent,
+    SynchronizeEvent,
+    Load,
+    Launch,
+    Copy,
+    Fill,
+    Write,
+    Read,
+    Gather,
+    BeginCapture,
+    CaptureStatus,
+    EndCapture,
+    GraphInfo,
+    Instantiate,
+    LaunchGraph,
+    /// A driver call outside the trait, by the driver's name for it.
+    Driver(&'static str),
+}
+
+/// The driver's codes that the runtime tells apart (`CUresult`), by number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs)] // the driver's names
+pub enum Code {
+    InvalidValue,
+    OutOfMemory,
+    NotInitialized,
+    NoDevice,
+    InvalidContext,
+    IllegalState,
+    NotFound,
+    NotReady,
+    IllegalAddress,
+    LaunchFailed,
+    NotSupported,
+    StreamCaptureUnsupported,
+    StreamCaptureInvalidated,
+    StreamCaptureMerge,
+    StreamCaptureUnmatched,
+    StreamCaptureUnjoined,
+    StreamCaptureIsolation,
+    StreamCaptureImplicit,
+    CapturedEvent,
+    StreamCaptureWrongThread,
+    /// Any other, by number.
+    Other(u32),
+}
+
+impl Code {
+    /// The driver's number for it.
+    #[must_use]
+    pub fn number(self) -> u32 {
+        match self {
+            Code::InvalidValue => 1,
+            Code::OutOfMemory => 2,
+            Code::NotInitialized => 3,
+            Code::NoDevice => 100,
+            Code::InvalidContext => 201,
+            Code::IllegalState => 401,
+            Code::NotFound => 500,
+            Code::NotReady => 600,
+            Code::IllegalAddress => 700,
+            Code::LaunchFailed => 719,
+            Code::NotSupported => 801,
+            Code::StreamCaptureUnsupported => 900,
+            Code::StreamCaptureInvalidated => 901,
+            Code::StreamCaptureMerge => 902,
+            Code::StreamCaptureUnmatched => 903,
+            Code::StreamCaptureUnjoined => 904,
+            Code::StreamCaptureIsolation => 905,
+            Code::StreamCaptureImplicit => 906,
+            Code::CapturedEvent => 907,
+            Code::StreamCaptureWrongThread => 908,
+            Code::Other(n) => n,
+        }
+    }
+}
+
+/// A device call that failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{call:?} failed with {code:?} ({}): {detail}", code.number())]
+pub struct DeviceError {
+    /// The call.
+    pub call: Call,
+    /// The driver's code.
+    pub code: Code,
+    /// What was asked, what holds, and what to do.
+    pub detail: String,
+    /// What work in flight did wrong, where that is the cause.
+    pub fault: Option<Box<Fault>>,
+}
+
+impl DeviceError {
+    /// An error without a fault.
+    pub fn new(call: Call, code: Code, detail: impl Into<String>) -> Self {
+        DeviceError { call, code, detail: detail.into(), fault: None }
+    }
+
+    /// Whether the error says that a capture broke or was misused, whatever the call.
+    #[must_use]
+    pub fn is_capture(&self) -> bool {
+        (900..=908).contains(&self.code.number()) || self.code == Code::IllegalState
+    }
+}
+
+/// What a piece of work did wrong while it ran: who, where, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The kernel's name, or the operation's (`copy`, `fill`, `gather`).
+    pub kernel: String,
+    /// The address as `segment+offset`, where segments are the device's mapped ranges in order of their mapping.
+    pub address: String,
+    /// How many bytes it wanted there.
+    pub bytes: u64,
+    /// Why it may not.
+    pub reason: FaultReason,
+}
+
+/// Why a range may not be touched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FaultReason {
+    /// Nothing is mapped there.
+    Unmapped,
+    /// The range, or a part of it, has no owner: it was freed, or never allocated.
+    NotLive,
+    /// The kernel was called with other arguments than it takes.
+    BadArgument,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let why = match self.reason {
+            FaultReason::Unmapped => "nothing is mapped there",
+            FaultReason::NotLive => "it has no owner (freed, or never allocated)",
+            FaultReason::BadArgument => "the arguments do not fit the kernel",
+        };
+        write!(f, "{} touched {} B at {}: {why}", self.kernel, self.bytes, self.address)
+    }
+}
+
+impl fmt::Display for CaptureStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            CaptureStatus::None => "not capturing",
+            CaptureStatus::Active => "capturing",
+            CaptureStatus::Invalidated => "capturing (invalidated)",
+        })
+    }
+}

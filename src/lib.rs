@@ -1,0 +1,3 @@
+//! cudagraph-trees
+pub mod device;
+pub mod pool;
