@@ -1,0 +1,352 @@
+//! A device's memory: the default pool, private pools, and who allocates from which.
+//!
+//! One [`Allocator`] serves one device. Everything that touches a pool goes through its one lock, held for the time of one pool
+//! operation; pools, storages and graphs hold the shared part alive. Marks (see [`Device::mark`]) are enqueued under the
+//! same lock, so that the device sees them in the order of the books.
+
+mod backing;
+mod pools;
+mod routes;
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use slotmap::SlotMap;
+
+use crate::device::{Device, DevicePtr, Mark};
+use crate::error::{Error, Result};
+use crate::pool::{Allocation, Backing, Freed, Pool, PoolConfig, PoolError, PoolSnapshot, PoolStats, StreamId, Tag, Trimmed};
+use crate::storage::{Source, Storage, StorageId, Tensor};
+use crate::sync::lock;
+use backing::PoolBacking;
+use routes::Routes;
+
+pub(crate) use routes::Born;
+
+pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
+pub use routes::RouteGuard;
+
+slotmap::new_key_type! {
+    /// A pool's key in the books.
+    pub(crate) struct PoolKey;
+}
+
+/// A device's default pool and its private pools. Clones are the same allocator.
+pub struct Allocator<D: Device> {
+    shared: Arc<Shared<D>>,
+}
+
+/// What the allocator's handles share.
+pub(crate) struct Shared<D: Device> {
+    device: D,
+    books: Mutex<Books<D>>,
+    storages: AtomicU64,
+    captures: AtomicU64,
+}
+
+/// All that the lock guards.
+struct Books<D: Device> {
+    pools: SlotMap<PoolKey, Entry<D>>,
+    default: PoolKey,
+    routes: Routes<D>,
+    /// The captures underway: stream and serial.
+    captures: Vec<(u32, u64)>,
+    next_pool: u32,
+}
+
+/// One pool of the books.
+struct Entry<D: Device> {
+    id: PoolId,
+    pool: Pool<PoolBacking<D>>,
+    /// Graphs, handles and captures that use it. At zero, `trim` may take its free segments.
+    uses: usize,
+}
+
+/// A storage's way back to its pool.
+pub(crate) struct Memory<D: Device> {
+    shared: Arc<Shared<D>>,
+    pool: PoolKey,
+}
+
+impl<D: Device> Memory<D> {
+    pub(crate) fn in_pool(&self, pool: &PoolHandle<D>) -> bool {
+        Arc::ptr_eq(&self.shared, &pool.shared) && self.pool == pool.key
+    }
+
+    /// Frees a block, in order on `stream`.
+    pub(crate) fn free(&self, block: Allocation, stream: Option<&D::Stream>, born: u64) {
+        lock(&self.shared.books).free(&self.shared.device, self.pool, block, stream, born);
+    }
+}
+
+impl<D: Device> Books<D> {
+    fn free(&mut self, device: &D, pool: PoolKey, block: Allocation, stream: Option<&D::Stream>, born: u64) {
+        let Some(entry) = self.pools.get_mut(pool) else { return };
+        // An orphan's free is a no-op: its memory belongs to the restored state.
+        if let Ok(Freed::Block { .. }) = entry.pool.free(block)
+            && let Some(stream) = stream
+        {
+            let id = device.stream_id(stream);
+            let capture = self.captures.iter().find(|(s, _)| *s == id).map(|(_, serial)| *serial);
+            // A capture kills only what was born in it: what came from outside lives on until a run takes its place.
+            if capture.is_none() || capture == Some(born) {
+                device.mark(stream, DevicePtr(block.address()), block.bytes(), Mark::Dead);
+            }
+        }
+        if entry.uses == 0 {
+            self.forget_if_empty(pool);
+        }
+    }
+
+    /// Drops the record of a pool that nobody can reach any more.
+    fn forget_if_empty(&mut self, key: PoolKey) {
+        if key != self.default && self.pools.get(key).is_some_and(|e| e.uses == 0 && e.pool.stats().segments.current == 0) {
+            self.pools.remove(key);
+        }
+    }
+
+    /// Gives free segments of the default pool and of pools without a user back to the device, which is idle.
+    fn trim(&mut self) -> Result<Trimmed, PoolError> {
+        let mut all = Trimmed::default();
+        let keys: Vec<PoolKey> = self.pools.keys().collect();
+        for key in keys {
+            let entry = &mut self.pools[key];
+            if key == self.default || entry.uses == 0 {
+                let trimmed = entry.pool.trim()?;
+                all.segments += trimmed.segments;
+                all.bytes += trimmed.bytes;
+                self.forget_if_empty(key);
+            }
+        }
+        Ok(all)
+    }
+}
+
+impl<D: Device> Shared<D> {
+    pub(crate) fn next_storage(&self) -> StorageId {
+        StorageId(self.storages.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Allocates from a pool; where the device is out of memory and nothing captures, once more after a trim.
+    pub(crate) fn alloc_block(&self, pool: PoolKey, stream: &D::Stream, bytes: u64, tag: Tag) -> Result<(Allocation, u64)> {
+        let mut books = lock(&self.books);
+        let id = self.device.stream_id(stream);
+        let born = books.captures.iter().find(|(s, _)| *s == id).map_or(0, |(_, serial)| *serial);
+        let first = books.pools[pool].pool.alloc(StreamId(id), bytes, tag);
+        let block = match first {
+            Err(PoolError::OutOfMemory { .. }) if books.captures.is_empty() => {
+                self.device.synchronize_device()?;
+                books.trim()?;
+                books.pools[pool].pool.alloc(StreamId(id), bytes, tag)?
+            }
+            other => other?,
+        };
+        if !block.is_empty() {
+            self.device.mark(stream, DevicePtr(block.address()), block.bytes(), Mark::Live);
+        }
+        Ok((block, born))
+    }
+}
+
+impl<D: Device> Allocator<D> {
+    /// An allocator over a device, with the default configuration for its default pool.
+    ///
+    /// # Errors
+    /// The device's, where it has no memory to manage.
+    pub fn new(device: D) -> Result<Self> {
+        Self::with_config(device, PoolConfig::default())
+    }
+
+    /// The same with a configuration of the default pool.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidConfig`] names the field.
+    pub fn with_config(device: D, config: PoolConfig) -> Result<Self> {
+        let mut pools = SlotMap::with_key();
+        let pool = Pool::new(config, PoolBacking::device(device.clone()))?;
+        let default = pools.insert(Entry { id: PoolId(0), pool, uses: 1 });
+        let books = Books { pools, default, routes: Routes::default(), captures: Vec::new(), next_pool: 1 };
+        Ok(Allocator {
+            shared: Arc::new(Shared { device, books: Mutex::new(books), storages: AtomicU64::new(1), captures: AtomicU64::new(1) }),
+        })
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &D {
+        &self.shared.device
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared<D>> {
+        &self.shared
+    }
+
+    /// Allocates `bytes` for use on `stream`, from the pool that this thread or stream is routed to, else from the default pool.
+    /// The bytes are undefined. Zero bytes give the empty tensor.
+    ///
+    /// # Errors
+    /// [`PoolError::OutOfMemory`] carries the size and the pool's state; the pool is as it was.
+    #[track_caller]
+    pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
+        let made_at = Location::caller();
+        let (pool, born) = {
+            let books = lock(&self.shared.books);
+            books.routes.pool_for(self.shared.device.stream_id(stream)).unwrap_or((books.default, None))
+        };
+        let tensor = alloc_in(&self.shared, pool, stream, bytes, made_at)?;
+        if let Some(born) = born {
+            born.note(&tensor);
+        }
+        Ok(tensor)
+    }
+
+    /// A tensor over memory of the caller's own; `keeper` is dropped when the last handle is gone.
+    #[track_caller]
+    pub fn import(&self, ptr: DevicePtr, bytes: u64, keeper: impl std::any::Any + Send + Sync) -> Tensor<D> {
+        let id = self.shared.next_storage();
+        let source = Source::Imported { _keeper: Box::new(keeper) };
+        Tensor::first(Storage::unowned(id, ptr, bytes, source, Location::caller()))
+    }
+
+    /// A new private pool; the handle is its first use.
+    ///
+    /// # Errors
+    /// [`PoolError::InvalidConfig`] names the field.
+    pub fn create_pool(&self, options: PoolOptions) -> Result<PoolHandle<D>> {
+        let backing = match options.backing {
+            Some(custom) => PoolBacking::custom(custom),
+            None => PoolBacking::device(self.shared.device.clone()),
+        };
+        let pool = Pool::new(options.config, backing)?;
+        let mut books = lock(&self.shared.books);
+        let id = PoolId(books.next_pool);
+        books.next_pool += 1;
+        let key = books.pools.insert(Entry { id, pool, uses: 1 });
+        Ok(PoolHandle { shared: self.shared.clone(), key, id })
+    }
+
+    /// One more handle on a private pool that is in use.
+    ///
+    /// # Errors
+    /// [`Error::UnknownPool`]; [`Error::PoolReleased`] where its last user is gone.
+    pub fn pool(&self, id: PoolId) -> Result<PoolHandle<D>> {
+        let mut books = lock(&self.shared.books);
+        let (key, entry) = books.pools.iter_mut().find(|(_, e)| e.id == id).ok_or(Error::UnknownPool(id))?;
+        if entry.uses == 0 {
+            return Err(Error::PoolReleased(id));
+        }
+        entry.uses += 1;
+        Ok(PoolHandle { shared: self.shared.clone(), key, id })
+    }
+
+    /// Gives memory back to the device: wholly free segments of the default pool, and of private pools whose last graph and handle are gone.
+    /// Waits for the device. Memory that a living pool has is its own, used or not.
+    ///
+    /// # Errors
+    /// [`Error::CaptureUnderway`], with nothing done: waiting would break the capture.
+    pub fn trim(&self) -> Result<Trimmed> {
+        let mut books = lock(&self.shared.books);
+        if !books.captures.is_empty() {
+            return Err(Error::CaptureUnderway { captures: books.captures.len() });
+        }
+        self.shared.device.synchronize_device()?;
+        Ok(books.trim()?)
+    }
+
+    /// The default pool's statistics.
+    #[must_use]
+    pub fn stats(&self) -> PoolStats {
+        let books = lock(&self.shared.books);
+        books.pools[books.default].pool.stats()
+    }
+
+    /// The default pool's blocks.
+    #[must_use]
+    pub fn snapshot(&self) -> PoolSnapshot {
+        let books = lock(&self.shared.books);
+        books.pools[books.default].pool.snapshot()
+    }
+
+    /// The private pools that still exist: id, users, statistics.
+    #[must_use]
+    pub fn private_pools(&self) -> Vec<(PoolId, usize, PoolStats)> {
+        let books = lock(&self.shared.books);
+        let mut all: Vec<_> = books.pools.iter().filter(|(k, _)| *k != books.default).map(|(_, e)| (e.id, e.uses, e.pool.stats())).collect();
+        all.sort_by_key(|(id, ..)| *id);
+        all
+    }
+
+    /// Routes this thread's allocations to `pool` until the guard is dropped. Guards nest: the innermost wins.
+    ///
+    /// # Errors
+    /// [`Error::ForeignPool`].
+    pub fn route_thread(&self, pool: &PoolHandle<D>) -> Result<RouteGuard<D>> {
+        self.own(pool)?;
+        Ok(RouteGuard::thread(&self.shared, pool))
+    }
+
+    /// Routes allocations for `stream`, from whatever thread, to `pool` until the guard is dropped.
+    ///
+    /// # Errors
+    /// [`Error::ForeignPool`].
+    pub fn route_stream(&self, stream: &D::Stream, pool: &PoolHandle<D>) -> Result<RouteGuard<D>> {
+        self.own(pool)?;
+        Ok(RouteGuard::stream(&self.shared, self.shared.device.stream_id(stream), pool))
+    }
+
+    /// Routes one call of a function: this thread's allocations, and those for `stream`; what is allocated is noted in `born`.
+    pub(crate) fn route_call(&self, stream: &D::Stream, pool: &PoolHandle<D>, born: &Born<D>) -> RouteGuard<D> {
+        RouteGuard::call(&self.shared, self.shared.device.stream_id(stream), pool, born.clone())
+    }
+
+    pub(crate) fn own(&self, pool: &PoolHandle<D>) -> Result<()> {
+        if Arc::ptr_eq(&self.shared, &pool.shared) { Ok(()) } else { Err(Error::ForeignPool) }
+    }
+
+    /// Notes that a capture is about to begin on `stream`, so that nothing is given back to the device meanwhile. Its serial.
+    ///
+    /// Called before the driver's begin; [`leave_capture`](Allocator::leave_capture) after the driver's end: the notes enclose the window.
+    pub(crate) fn enter_capture(&self, stream: &D::Stream) -> u64 {
+        let serial = self.shared.captures.fetch_add(1, Ordering::Relaxed);
+        lock(&self.shared.books).captures.push((self.shared.device.stream_id(stream), serial));
+        serial
+    }
+
+    pub(crate) fn leave_capture(&self, serial: u64) {
+        lock(&self.shared.books).captures.retain(|(_, s)| *s != serial);
+    }
+}
+
+/// Allocates a tensor from a pool.
+pub(crate) fn alloc_in<D: Device>(shared: &Arc<Shared<D>>, pool: PoolKey, stream: &D::Stream, bytes: u64, made_at: &'static Location<'static>) -> Result<Tensor<D>> {
+    if bytes == 0 {
+        return Ok(Tensor::empty().remade_at(made_at));
+    }
+    let id = shared.next_storage();
+    let (block, born) = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
+    let memory = Memory { shared: shared.clone(), pool };
+    Ok(Tensor::first(Storage::owning(id, block, bytes, memory, stream.clone(), born, made_at)))
+}
+
+impl<D: Device> Clone for Allocator<D> {
+    fn clone(&self) -> Self {
+        Allocator { shared: self.shared.clone() }
+    }
+}
+
+impl<D: Device> fmt::Debug for Allocator<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let books = lock(&self.shared.books);
+        f.debug_struct("Allocator").field("pools", &books.pools.len()).field("captures", &books.captures.len()).finish_non_exhaustive()
+    }
+}
+
+/// Gives access to a pool's books for one operation.
+fn with_pool<D: Device, T>(shared: &Shared<D>, key: PoolKey, f: impl FnOnce(&mut Pool<PoolBacking<D>>) -> T) -> T {
+    f(&mut lock(&shared.books).pools[key].pool)
+}
+
+/// A custom source of a pool's memory, as [`PoolOptions::backing`] takes it.
+pub type CustomBacking = Box<dyn Backing + Send>;

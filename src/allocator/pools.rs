@@ -1,0 +1,239 @@
+//! Private pools as their users see them: handles that count as uses, statistics, checkpoints.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use crate::device::{Device, DevicePtr, Mark};
+use crate::error::{Error, Result};
+use crate::pool::{Adopt, Checkpoint, LiveBlock, LiveCheck, PoolConfig, PoolError, PoolSnapshot, PoolStats, Restored, SegmentId, Tag, Unclaimed};
+use crate::storage::{Source, Storage, Tensor};
+use crate::sync::lock;
+
+use super::{CustomBacking, Memory, PoolKey, Shared, alloc_in, with_pool};
+
+/// A pool's number within its allocator, in order of creation; 0 is the default pool. Never reused.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PoolId(pub u32);
+
+impl fmt::Debug for PoolId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "p{}", self.0)
+    }
+}
+
+impl fmt::Display for PoolId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// How a private pool is made.
+#[derive(Default)]
+pub struct PoolOptions {
+    /// Sizes and rules.
+    pub config: PoolConfig,
+    /// Where its segments come from; the device's virtual memory if none is given.
+    pub backing: Option<CustomBacking>,
+}
+
+/// A use of a private pool. While one is held (by a graph, a capture, or the caller) the pool keeps its memory.
+///
+/// Clones are further uses.
+pub struct PoolHandle<D: Device> {
+    pub(super) shared: Arc<Shared<D>>,
+    pub(super) key: PoolKey,
+    pub(super) id: PoolId,
+}
+
+/// A kept state of a private pool, with what its blocks' owners were.
+#[derive(Debug)]
+pub struct PoolCheckpoint {
+    inner: Checkpoint,
+    live: Vec<LiveBlock>,
+}
+
+/// What a restore did, in bytes and blocks.
+#[derive(Debug)]
+pub struct PoolRestored {
+    /// Live as before, with the owner they had.
+    pub kept: usize,
+    /// Live, now owned by the tensors that were to adopt them.
+    pub adopted: usize,
+    /// Live in the checkpoint and owned by nobody: free now, or (with [`Unclaimed::Keep`]) still live, to be freed by address.
+    pub unclaimed: Vec<DevicePtr>,
+    /// Live before, not in the checkpoint: their tensors own nothing any more.
+    pub orphaned: Vec<DevicePtr>,
+}
+
+impl<D: Device> PoolHandle<D> {
+    /// The pool's number.
+    #[must_use]
+    pub fn id(&self) -> PoolId {
+        self.id
+    }
+
+    /// How many graphs, captures, routes and handles use it, this one included.
+    #[must_use]
+    pub fn uses(&self) -> usize {
+        lock(&self.shared.books).pools[self.key].uses
+    }
+
+    /// Allocates from this pool, whatever the routes say.
+    ///
+    /// # Errors
+    /// [`PoolError::OutOfMemory`], with the pool as it was.
+    #[track_caller]
+    pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
+        alloc_in(&self.shared, self.key, stream, bytes, Location::caller())
+    }
+
+    /// Its statistics. A restore or a replay never changes peaks and totals.
+    #[must_use]
+    pub fn stats(&self) -> PoolStats {
+        with_pool(&self.shared, self.key, |p| p.stats())
+    }
+
+    /// Sets its peaks to what holds now, and its totals to zero.
+    pub fn reset_peaks(&self) {
+        with_pool(&self.shared, self.key, |p| p.reset_peaks());
+    }
+
+    /// Its blocks, in order of segment and address.
+    #[must_use]
+    pub fn snapshot(&self) -> PoolSnapshot {
+        with_pool(&self.shared, self.key, |p| p.snapshot())
+    }
+
+    /// Whether the live blocks are exactly those at `addresses`.
+    #[must_use]
+    pub fn check_live(&self, addresses: &[u64]) -> LiveCheck {
+        with_pool(&self.shared, self.key, |p| p.check_live(addresses))
+    }
+
+    /// Segment and offset of an address.
+    #[must_use]
+    pub fn locate(&self, ptr: DevicePtr) -> Option<(SegmentId, u64)> {
+        with_pool(&self.shared, self.key, |p| p.locate(ptr.0))
+    }
+
+    /// A tensor over memory of this pool that owns nothing until a restore lets it adopt the block there.
+    #[track_caller]
+    pub fn unowned(&self, ptr: DevicePtr, bytes: u64) -> Tensor<D> {
+        let id = self.shared.next_storage();
+        Tensor::first(Storage::unowned(id, ptr, bytes, Source::Pool(self.memory()), Location::caller()))
+    }
+
+    /// Frees the live block that starts at `ptr`, whoever owned it. False where there is none.
+    pub fn free_at(&self, stream: &D::Stream, ptr: DevicePtr) -> bool {
+        let mut books = lock(&self.shared.books);
+        let Some(block) = books.pools[self.key].pool.find(ptr.0) else { return false };
+        books.free(&self.shared.device, self.key, block, Some(stream), 0);
+        true
+    }
+
+    /// Keeps the pool's state as it is now. Costs about a microsecond for ten thousand blocks, besides the list of owners.
+    #[must_use]
+    pub fn checkpoint(&self) -> PoolCheckpoint {
+        with_pool(&self.shared, self.key, |p| PoolCheckpoint { inner: p.checkpoint(), live: p.live() })
+    }
+
+    /// Brings the pool back to a kept state. Tensors in `adopt` become owners of the blocks at their addresses. Total and transactional.
+    ///
+    /// # Errors
+    /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage;
+    /// [`PoolError::AdoptedTwice`] for two tensors of one storage; [`Error::Stale`]. Nothing has changed then.
+    pub fn restore(&self, stream: &D::Stream, checkpoint: &PoolCheckpoint, adopt: &[&Tensor<D>], unclaimed: Unclaimed) -> Result<PoolRestored> {
+        let mut entries = Vec::with_capacity(adopt.len());
+        let mut storages = Vec::with_capacity(adopt.len());
+        for tensor in adopt {
+            tensor.check()?;
+            let storage = tensor.storage().ok_or(PoolError::AdoptNotInCheckpoint { address: 0 })?;
+            let address = storage.ptr().0;
+            let saved = checkpoint.live.iter().find(|b| b.allocation.address() == address).ok_or(PoolError::AdoptNotInCheckpoint { address })?;
+            entries.push(Adopt { saved: saved.allocation, tag: Tag(storage.id().0) });
+            storages.push(storage);
+        }
+        let restored = self.restore_blocks(stream, &checkpoint.inner, &entries, unclaimed)?;
+        for (storage, block) in storages.iter().zip(&restored.adopted) {
+            if storage.block() != Some(*block) {
+                self.let_go(storage.adopt(*block, stream.clone()));
+            }
+        }
+        Ok(PoolRestored {
+            kept: restored.kept,
+            adopted: restored.adopted.len(),
+            unclaimed: match unclaimed {
+                Unclaimed::Free => restored.freed.iter().map(|b| DevicePtr(b.allocation.address())).collect(),
+                Unclaimed::Keep => restored.unclaimed.iter().map(|b| DevicePtr(b.address())).collect(),
+            },
+            orphaned: restored.orphaned.iter().map(|b| DevicePtr(b.allocation.address())).collect(),
+        })
+    }
+
+    /// The pool's own checkpoint, for rooms that keep the list of owners themselves.
+    pub(crate) fn checkpoint_blocks(&self) -> Checkpoint {
+        with_pool(&self.shared, self.key, |p| p.checkpoint())
+    }
+
+    /// Restores, and marks what became free. The caller moves ownership.
+    pub(crate) fn restore_blocks(&self, stream: &D::Stream, checkpoint: &Checkpoint, adopt: &[Adopt], unclaimed: Unclaimed) -> Result<Restored> {
+        let mut books = lock(&self.shared.books);
+        let restored = books.pools[self.key].pool.restore(checkpoint, adopt, unclaimed)?;
+        // An orphan may lie where an adopted block lies (the same bytes under another id): those bytes have an owner.
+        let taken = |a: crate::pool::Allocation| {
+            restored.adopted.iter().any(|b| a.address() < b.address() + b.bytes() && b.address() < a.address() + a.bytes())
+        };
+        for block in restored.orphaned.iter().filter(|b| !taken(b.allocation)).chain(&restored.freed) {
+            self.shared.device.mark(stream, DevicePtr(block.allocation.address()), block.allocation.bytes(), Mark::Dead);
+        }
+        for block in &restored.adopted {
+            self.shared.device.mark(stream, DevicePtr(block.address()), block.bytes(), Mark::Live);
+        }
+        Ok(restored)
+    }
+
+    /// Gives back what a storage owned before it adopted another block: an orphan by now, so a no-op.
+    pub(crate) fn let_go(&self, old: Option<crate::pool::Allocation>) {
+        if let Some(old) = old {
+            lock(&self.shared.books).free(&self.shared.device, self.key, old, None, 0);
+        }
+    }
+
+    pub(crate) fn live(&self) -> Vec<LiveBlock> {
+        with_pool(&self.shared, self.key, |p| p.live())
+    }
+
+    pub(crate) fn contains(&self, block: crate::pool::Allocation) -> bool {
+        with_pool(&self.shared, self.key, |p| p.contains(block))
+    }
+
+    pub(crate) fn alloc_at(&self, stream: &D::Stream, bytes: u64, made_at: &'static Location<'static>) -> Result<Tensor<D>> {
+        alloc_in(&self.shared, self.key, stream, bytes, made_at)
+    }
+
+    fn memory(&self) -> Memory<D> {
+        Memory { shared: self.shared.clone(), pool: self.key }
+    }
+}
+
+impl<D: Device> Clone for PoolHandle<D> {
+    fn clone(&self) -> Self {
+        lock(&self.shared.books).pools[self.key].uses += 1;
+        PoolHandle { shared: self.shared.clone(), key: self.key, id: self.id }
+    }
+}
+
+impl<D: Device> Drop for PoolHandle<D> {
+    fn drop(&mut self) {
+        let mut books = lock(&self.shared.books);
+        books.pools[self.key].uses -= 1;
+        books.forget_if_empty(self.key);
+    }
+}
+
+impl<D: Device> fmt::Debug for PoolHandle<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PoolHandle({})", self.id)
+    }
+}

@@ -1,0 +1,125 @@
+//! Which pool an allocation comes from when nobody names one: by thread or by stream, the innermost route first.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
+
+use crate::device::Device;
+use crate::storage::{Storage, Tensor};
+use crate::sync::lock;
+
+use super::{PoolHandle, PoolKey, Shared};
+
+/// The routes in force, oldest first.
+pub(super) struct Routes<D: Device> {
+    routes: Vec<Route<D>>,
+    next: u64,
+}
+
+struct Route<D: Device> {
+    serial: u64,
+    pool: PoolKey,
+    filter: Filter,
+    /// Where what is allocated by this route is noted.
+    born: Option<Born<D>>,
+}
+
+/// The storages allocated during one call of a function, in order.
+pub(crate) struct Born<D: Device>(Arc<Mutex<Vec<Arc<Storage<D>>>>>);
+
+impl<D: Device> Born<D> {
+    pub(crate) fn new() -> Self {
+        Born(Arc::new(Mutex::new(Vec::new())))
+    }
+
+    pub(crate) fn note(&self, tensor: &Tensor<D>) {
+        if let Some(storage) = tensor.storage() {
+            lock(&self.0).push(storage.clone());
+        }
+    }
+
+    /// What was noted so far; nothing is noted any more.
+    pub(crate) fn storages(&self) -> Vec<Arc<Storage<D>>> {
+        std::mem::take(&mut *lock(&self.0))
+    }
+}
+
+impl<D: Device> Clone for Born<D> {
+    fn clone(&self) -> Self {
+        Born(self.0.clone())
+    }
+}
+
+impl<D: Device> Default for Routes<D> {
+    fn default() -> Self {
+        Routes { routes: Vec::new(), next: 0 }
+    }
+}
+
+/// Whose allocations a route takes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Filter {
+    Thread(ThreadId),
+    Stream(u32),
+    /// One call of a function: its thread, whatever the stream (it may fork), and its stream, whatever the thread.
+    Call(ThreadId, u32),
+}
+
+impl<D: Device> Routes<D> {
+    /// The pool for an allocation of this thread for `stream`, and where to note it.
+    pub(super) fn pool_for(&self, stream: u32) -> Option<(PoolKey, Option<Born<D>>)> {
+        if self.routes.is_empty() {
+            return None;
+        }
+        let thread = thread::current().id();
+        let takes = |r: &&Route<D>| match r.filter {
+            Filter::Thread(t) => t == thread,
+            Filter::Stream(s) => s == stream,
+            Filter::Call(t, s) => t == thread || s == stream,
+        };
+        self.routes.iter().rev().find(takes).map(|r| (r.pool, r.born.clone()))
+    }
+}
+
+/// A route in force; dropping it takes it back. It counts as a use of its pool.
+#[must_use = "the route ends when the guard is dropped"]
+pub struct RouteGuard<D: Device> {
+    pool: PoolHandle<D>,
+    serial: u64,
+}
+
+impl<D: Device> RouteGuard<D> {
+    pub(super) fn thread(shared: &Arc<Shared<D>>, pool: &PoolHandle<D>) -> Self {
+        Self::install(shared, pool, Filter::Thread(thread::current().id()), None)
+    }
+
+    pub(super) fn stream(shared: &Arc<Shared<D>>, stream: u32, pool: &PoolHandle<D>) -> Self {
+        Self::install(shared, pool, Filter::Stream(stream), None)
+    }
+
+    pub(super) fn call(shared: &Arc<Shared<D>>, stream: u32, pool: &PoolHandle<D>, born: Born<D>) -> Self {
+        Self::install(shared, pool, Filter::Call(thread::current().id(), stream), Some(born))
+    }
+
+    fn install(shared: &Arc<Shared<D>>, pool: &PoolHandle<D>, filter: Filter, born: Option<Born<D>>) -> Self {
+        let pool = pool.clone();
+        let mut books = lock(&shared.books);
+        let serial = books.routes.next;
+        books.routes.next += 1;
+        books.routes.routes.push(Route { serial, pool: pool.key, filter, born });
+        drop(books);
+        RouteGuard { pool, serial }
+    }
+}
+
+impl<D: Device> Drop for RouteGuard<D> {
+    fn drop(&mut self) {
+        lock(&self.pool.shared.books).routes.routes.retain(|r| r.serial != self.serial);
+    }
+}
+
+impl<D: Device> fmt::Debug for RouteGuard<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "RouteGuard({:?})", self.pool)
+    }
+}

@@ -1,0 +1,211 @@
+//! The crate's errors: one enum, a variant for each thing a caller can act on.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::Arc;
+
+use crate::allocator::PoolId;
+use crate::device::{DeviceError, GraphInfo};
+use crate::pool::PoolError;
+
+/// Result of this crate's calls.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a caller's closure failed.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Whatever a call of this crate can come back with.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The device refused a call.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+
+    /// The pool could not do it; it is as it was.
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+
+    /// The handle's memory was given to a later run.
+    #[error(transparent)]
+    Stale(Box<Stale>),
+
+    /// A range that does not lie in the tensor.
+    #[error("{bytes} B from offset {offset} do not fit a tensor of {of} B")]
+    View {
+        /// Where the range was to begin.
+        offset: u64,
+        /// How long it was to be.
+        bytes: u64,
+        /// How long the tensor is.
+        of: u64,
+    },
+
+    /// No pool has this id.
+    #[error("there is no pool {0}: it was never made, or its last graph, handle and block are gone")]
+    UnknownPool(PoolId),
+
+    /// The pool's last user is gone; what is left of it only waits to be trimmed.
+    #[error("pool {0} has no graph and no handle any more and cannot be used again; make a new one")]
+    PoolReleased(PoolId),
+
+    /// The pool belongs to another allocator.
+    #[error("the pool belongs to another allocator; pools are shared within one allocator only")]
+    ForeignPool,
+
+    /// Memory can be given back only while nothing captures.
+    #[error("{captures} capture(s) underway: end them first, then trim")]
+    CaptureUnderway {
+        /// How many.
+        captures: usize,
+    },
+
+    /// The graph object holds a graph already.
+    #[error("the graph object holds a captured graph; call reset() before it captures another")]
+    AlreadyCaptured,
+
+    /// The graph object holds no graph.
+    #[error("nothing was captured into this graph object yet (or it was reset)")]
+    NotCaptured,
+
+    /// The driver put allocations of its own into the graph.
+    #[error("the captured graph holds {} memory node(s), made by an allocation that bypassed the pool (cuMemAllocAsync, or cuBLAS without a workspace): \
+             such a graph cannot be instantiated twice; allocate through the recorder, or set the library's workspace", .0.memory)]
+    MemoryNodes(GraphInfo),
+
+    /// The function's closure returned an error. Nothing was recorded, and the pool is as before the call.
+    #[error("{function} failed during its {phase}: {source}")]
+    Function {
+        /// The function's name.
+        function: Arc<str>,
+        /// What was being done.
+        phase: Phase,
+        /// The closure's error.
+        source: BoxError,
+    },
+
+    /// The closure kept memory of the pool beyond the call without returning it.
+    #[error("{function} kept {bytes} B at {place}, allocated at {at} during its {phase}, without returning it: the pool reuses that memory, so the handle is \
+             stale now; return it as an output, or allocate it outside of the function")]
+    Untracked {
+        /// The function's name.
+        function: Arc<str>,
+        /// What was being done.
+        phase: Phase,
+        /// Length of the first such allocation, in bytes.
+        bytes: u64,
+        /// Where it lies, as segment+offset.
+        place: String,
+        /// Where it was allocated.
+        at: &'static Location<'static>,
+        /// How many such allocations there are.
+        count: usize,
+    },
+
+    /// The closure returned a tensor that is none of: allocated in this call, an input, an output on the path, or memory outside the pool.
+    #[error("output {output} of {function} lies in the tree's pool but is neither made in this call nor held by the path")]
+    ForeignOutput {
+        /// The function's name.
+        function: Arc<str>,
+        /// Which output.
+        output: usize,
+    },
+
+    /// `run` was called from inside a function's closure.
+    #[error("{function} was run from inside a function of the same tree; call it after the outer run has returned")]
+    Nested {
+        /// The function that was to be run.
+        function: Arc<str>,
+    },
+
+    /// The function or token belongs to another tree.
+    #[error("the {what} belongs to another GraphTrees; functions, tokens and trees are used together")]
+    ForeignHandle {
+        /// What does.
+        what: &'static str,
+    },
+
+    /// The call's inputs do not fit the function's declaration.
+    #[error("{function}: {detail}")]
+    Inputs {
+        /// The function's name.
+        function: Arc<str>,
+        /// What does not fit.
+        detail: String,
+    },
+
+    /// A static input that was bound at registration is gone.
+    #[error("input {input} of {function} was bound at registration, and its storage has died since; register the function again with one that lives")]
+    StaticDied {
+        /// The function's name.
+        function: Arc<str>,
+        /// Which input.
+        input: usize,
+    },
+
+    /// The tree was shut down.
+    #[error("the pool and what the tree tracks of it differ: {0}")]
+    Books(String),
+}
+
+/// What a run was doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Phase {
+    /// Running eagerly in the pool.
+    Warmup,
+    /// Being captured.
+    Record,
+    /// Launching the recorded graph.
+    Replay,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Phase::Warmup => "warmup",
+            Phase::Record => "recording",
+            Phase::Replay => "replay",
+        })
+    }
+}
+
+/// What a stale handle was a handle on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Made {
+    /// An output.
+    Output {
+        /// Of this function.
+        function: Arc<str>,
+        /// The first output that lies in its storage.
+        output: usize,
+    },
+    /// Memory that a function allocated and did not return.
+    Inside,
+}
+
+/// A handle whose memory was given to a later run: what it was, where it was made, who took it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub struct Stale {
+    /// What it was.
+    pub made: Made,
+    /// The call that handed it out.
+    pub made_at: &'static Location<'static>,
+    /// The function whose run ended its generation.
+    pub taken_by: Option<Arc<str>>,
+    /// The call of that run.
+    pub taken_at: Option<&'static Location<'static>>,
+}
+
+impl fmt::Display for Stale {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.made {
+            Made::Output { function, output } => write!(f, "output {output} of {function}, handed out at {}, ", self.made_at)?,
+            Made::Inside => write!(f, "memory allocated inside a function at {}, ", self.made_at)?,
+        }
+        f.write_str("was overwritten by a subsequent run")?;
+        if let (Some(by), Some(at)) = (&self.taken_by, self.taken_at) {
+            write!(f, " ({by}, at {at})")?;
+        }
+        f.write_str(": its step's token was dropped; keep the token as long as you read its outputs, or copy them out before")
+    }
+}

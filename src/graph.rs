@@ -1,0 +1,214 @@
+//! One captured graph and its lease on a pool, without a tree.
+//!
+//! A [`Graph`] captures work that allocates from a private pool, its own or one it shares, and launches it as often as
+//! asked. What the graph's addresses refer to stays in its pool as long as the graph lives. Sharing a pool is a promise by the
+//! caller: graphs of one pool reuse each other's memory and are to be replayed in the order of their capture; a
+//! [`GraphTrees`](crate::GraphTrees) is the way to have that checked.
+
+use std::fmt;
+use std::panic::Location;
+
+use tracing::{debug_span, warn};
+
+use crate::allocator::{Allocator, PoolHandle, PoolOptions, RouteGuard};
+use crate::device::{CaptureMode, Device, GraphInfo};
+use crate::error::{Error, Result};
+use crate::storage::Tensor;
+
+/// How a graph captures.
+#[derive(Debug)]
+pub struct CaptureOptions<D: Device> {
+    /// The pool to allocate from; a new private one if none is given.
+    pub pool: Option<PoolHandle<D>>,
+    /// How strictly other calls are judged meanwhile.
+    pub mode: CaptureMode,
+}
+
+impl<D: Device> Default for CaptureOptions<D> {
+    fn default() -> Self {
+        CaptureOptions { pool: None, mode: CaptureMode::ThreadLocal }
+    }
+}
+
+/// A captured graph. It may be reset and captured again; the object stays.
+pub struct Graph<D: Device> {
+    allocator: Allocator<D>,
+    captured: Option<Captured<D>>,
+}
+
+struct Captured<D: Device> {
+    exec: D::Exec,
+    info: GraphInfo,
+    pool: PoolHandle<D>,
+}
+
+impl<D: Device> Graph<D> {
+    /// A graph object without a graph.
+    #[must_use]
+    pub fn new(allocator: &Allocator<D>) -> Self {
+        Graph { allocator: allocator.clone(), captured: None }
+    }
+
+    /// Begins a capture on `stream`, with a pool of its own.
+    ///
+    /// # Errors
+    /// As [`capture_with`](Graph::capture_with).
+    pub fn capture(&mut self, stream: &D::Stream) -> Result<Capture<'_, D>> {
+        self.capture_with(stream, CaptureOptions::default())
+    }
+
+    /// Begins a capture on `stream`. Until the guard is ended or dropped, allocations for the stream come from the pool.
+    ///
+    /// # Errors
+    /// [`Error::AlreadyCaptured`]; [`Error::ForeignPool`]; the device's, for example on the default stream. Nothing has changed then.
+    pub fn capture_with(&mut self, stream: &D::Stream, options: CaptureOptions<D>) -> Result<Capture<'_, D>> {
+        if self.captured.is_some() {
+            return Err(Error::AlreadyCaptured);
+        }
+        let pool = match options.pool {
+            Some(pool) => {
+                self.allocator.own(&pool)?;
+                pool
+            }
+            None => self.allocator.create_pool(PoolOptions::default())?,
+        };
+        let allocator = self.allocator.clone();
+        let route = allocator.route_stream(stream, &pool)?;
+        let serial = allocator.enter_capture(stream);
+        if let Err(error) = allocator.device().begin_capture(stream, options.mode) {
+            allocator.leave_capture(serial);
+            return Err(error.into());
+        }
+        Ok(Capture { graph: self, stream: stream.clone(), window: Some(Window { route, serial, pool }) })
+    }
+
+    /// The pool that the graph's memory lies in, as a further use: to capture another graph into it.
+    ///
+    /// # Errors
+    /// [`Error::NotCaptured`].
+    pub fn pool(&self) -> Result<PoolHandle<D>> {
+        Ok(self.captured()?.pool.clone())
+    }
+
+    /// What the graph holds.
+    ///
+    /// # Errors
+    /// [`Error::NotCaptured`].
+    pub fn info(&self) -> Result<GraphInfo> {
+        Ok(self.captured()?.info)
+    }
+
+    /// Launches the graph on `stream`. Returns at once.
+    ///
+    /// # Errors
+    /// [`Error::NotCaptured`]; the device's.
+    pub fn replay(&self, stream: &D::Stream) -> Result<()> {
+        let captured = self.captured()?;
+        Ok(self.allocator.device().launch_graph(&captured.exec, stream, &[])?)
+    }
+
+    /// Drops the graph and its use of the pool. Idempotent. Tensors made during its capture stay good.
+    pub fn reset(&mut self) {
+        self.captured = None;
+    }
+
+    fn captured(&self) -> Result<&Captured<D>> {
+        self.captured.as_ref().ok_or(Error::NotCaptured)
+    }
+}
+
+impl<D: Device> fmt::Debug for Graph<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.captured {
+            Some(c) => f.debug_struct("Graph").field("pool", &c.pool).field("nodes", &c.info.nodes()).finish_non_exhaustive(),
+            None => f.write_str("Graph(not captured)"),
+        }
+    }
+}
+
+/// A capture underway. Work enqueued on its stream becomes the graph. Dropped without [`end`](Capture::end), it is
+/// abandoned: stream, routing and pool are as before.
+#[must_use = "a capture that is dropped is abandoned; call end()"]
+pub struct Capture<'g, D: Device> {
+    graph: &'g mut Graph<D>,
+    stream: D::Stream,
+    window: Option<Window<D>>,
+}
+
+/// What is in force while a capture is.
+struct Window<D: Device> {
+    route: RouteGuard<D>,
+    serial: u64,
+    pool: PoolHandle<D>,
+}
+
+impl<D: Device> Capture<'_, D> {
+    /// The stream that captures.
+    #[must_use]
+    pub fn stream(&self) -> &D::Stream {
+        &self.stream
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &D {
+        self.graph.allocator.device()
+    }
+
+    /// Allocates from the capture's pool. The tensor may outlive the graph.
+    ///
+    /// # Errors
+    /// [`PoolError::OutOfMemory`](crate::pool::PoolError::OutOfMemory); the capture goes on.
+    #[track_caller]
+    pub fn alloc(&self, bytes: u64) -> Result<Tensor<D>> {
+        let Some(window) = &self.window else { return Err(Error::NotCaptured) };
+        window.pool.alloc_at(&self.stream, bytes, Location::caller())
+    }
+
+    /// Ends the capture and makes the graph executable.
+    ///
+    /// # Errors
+    /// The device's, where the capture was invalidated or not joined; [`Error::MemoryNodes`]. The graph object then holds no graph, and
+    /// stream, routing and pool are as before.
+    pub fn end(mut self) -> Result<()> {
+        let span = debug_span!("capture");
+        let _entered = span.enter();
+        let Some(window) = self.window.take() else { return Err(Error::NotCaptured) };
+        let allocator = self.graph.allocator.clone();
+        let device = allocator.device();
+        let ended = device.end_capture(&self.stream);
+        allocator.leave_capture(window.serial);
+        drop(window.route);
+        let template = ended?;
+        let info = device.graph_info(&template)?;
+        if info.memory > 0 {
+            return Err(Error::MemoryNodes(info));
+        }
+        if info.nodes() == 0 {
+            warn!("the captured graph is empty");
+        }
+        let exec = device.instantiate(&template)?;
+        self.graph.captured = Some(Captured { exec, info, pool: window.pool });
+        Ok(())
+    }
+
+}
+
+impl<D: Device> Drop for Capture<'_, D> {
+    fn drop(&mut self) {
+        if let Some(window) = self.window.take() {
+            let allocator = &self.graph.allocator;
+            // The capture is abandoned: whatever ending it says, the stream does not capture any more.
+            if let Err(error) = allocator.device().end_capture(&self.stream) {
+                tracing::debug!(%error, "an abandoned capture ended with an error");
+            }
+            allocator.leave_capture(window.serial);
+            }
+    }
+}
+
+impl<D: Device> fmt::Debug for Capture<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Capture").field("stream", &self.stream).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,338 @@
+//! Storages and tensors: a place in device memory that never moves, and the handles on it.
+//!
+//! A [`Storage`] is made by the allocator (or a recorder, through it) and lives behind an `Arc`. Users hold
+//! [`Tensor`]s. The tree is the only other room that changes a storage: it hands outputs out again at a replay, and
+//! ends generations. All of that goes through one atomic word (see [`word`]), so that a handle may be dropped on any
+//! thread at any time.
+
+mod tensor;
+mod word;
+
+use std::any::Any;
+use std::fmt;
+use std::panic::Location;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use crate::allocator::Memory;
+use crate::device::{Device, DevicePtr};
+use crate::error::{Made, Stale};
+use crate::pool::Allocation;
+use crate::sync::lock;
+
+pub use tensor::{Tensor, WeakTensor};
+use word::{Release, Word};
+
+/// The name of a storage within its allocator: small, in order of creation, never reused.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StorageId(pub u64);
+
+impl fmt::Debug for StorageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "t{}", self.0)
+    }
+}
+
+/// Which outputs of one node are held: one bit for each output storage.
+///
+/// Set when the outputs are handed out, cleared by each storage's death. A set bit may be late by the length of a drop on
+/// another thread; a clear bit is never wrong.
+#[derive(Debug)]
+pub(crate) struct LiveMask {
+    words: Box<[AtomicU64]>,
+}
+
+impl LiveMask {
+    pub(crate) fn new(bits: usize) -> Arc<LiveMask> {
+        Arc::new(LiveMask { words: (0..bits.div_ceil(64)).map(|_| AtomicU64::new(0)).collect() })
+    }
+
+    pub(crate) fn set(&self, bit: u32) {
+        self.words[bit as usize / 64].fetch_or(1 << (bit % 64), Ordering::AcqRel);
+    }
+
+    pub(crate) fn clear(&self, bit: u32) {
+        self.words[bit as usize / 64].fetch_and(!(1 << (bit % 64)), Ordering::AcqRel);
+    }
+
+    pub(crate) fn word(&self, index: usize) -> u64 {
+        self.words[index].load(Ordering::Acquire)
+    }
+
+    pub(crate) fn words(&self) -> usize {
+        self.words.len()
+    }
+
+    pub(crate) fn any(&self) -> bool {
+        self.words.iter().any(|w| w.load(Ordering::Acquire) != 0)
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.words.iter().map(|w| w.load(Ordering::Acquire).count_ones() as usize).sum()
+    }
+}
+
+/// Where a storage stands as an output: whose, and which bit says that it is held.
+#[derive(Debug)]
+pub(crate) struct Home {
+    /// The function that made it.
+    pub(crate) function: Arc<str>,
+    /// The first output that lies in it.
+    pub(crate) output: usize,
+    /// The mask of its node.
+    pub(crate) live: Arc<LiveMask>,
+    /// Its bit there.
+    pub(crate) bit: u32,
+}
+
+/// What a storage owns, under a lock that no replay takes.
+struct Custody<D: Device> {
+    /// Its block in the pool, if it owns one now.
+    block: Option<Allocation>,
+    /// The stream on which its memory was last handed over: the one its death is ordered after.
+    stream: Option<D::Stream>,
+    /// Serial of the capture it was born in (0: none). A capture kills only what was born in it.
+    born: u64,
+    /// Flags to raise at its death.
+    watchers: Vec<Weak<AtomicBool>>,
+    /// Who took its memory, when its last generation was ended.
+    taken: Option<(Arc<str>, &'static Location<'static>)>,
+}
+
+/// Where a storage's memory comes from.
+pub(crate) enum Source<D: Device> {
+    /// A pool of the allocator.
+    Pool(Memory<D>),
+    /// The caller's own memory, and what keeps it alive.
+    Imported { _keeper: Box<dyn Any + Send + Sync> },
+}
+
+/// A place in device memory: address, length, identity. It never moves.
+pub(crate) struct Storage<D: Device> {
+    id: StorageId,
+    ptr: DevicePtr,
+    bytes: u64,
+    word: Word,
+    made_at: &'static Location<'static>,
+    home: OnceLock<Home>,
+    custody: Mutex<Custody<D>>,
+    source: Source<D>,
+}
+
+impl<D: Device> Storage<D> {
+    /// A storage that owns `block`, with one owner to come (the tensor that wraps it).
+    pub(crate) fn owning(id: StorageId, block: Allocation, bytes: u64, memory: Memory<D>, stream: D::Stream, born: u64, made_at: &'static Location<'static>) -> Arc<Self> {
+        Arc::new(Storage {
+            id,
+            ptr: DevicePtr(block.address()),
+            bytes,
+            word: Word::new(true, 1),
+            made_at,
+            home: OnceLock::new(),
+            custody: Mutex::new(Custody { block: Some(block), stream: Some(stream), born, watchers: Vec::new(), taken: None }),
+            source: Source::Pool(memory),
+        })
+    }
+
+    /// A storage that owns no block: imported memory, or a place in a pool that is to be adopted.
+    pub(crate) fn unowned(id: StorageId, ptr: DevicePtr, bytes: u64, source: Source<D>, made_at: &'static Location<'static>) -> Arc<Self> {
+        Arc::new(Storage {
+            id,
+            ptr,
+            bytes,
+            word: Word::new(false, 1),
+            made_at,
+            home: OnceLock::new(),
+            custody: Mutex::new(Custody { block: None, stream: None, born: 0, watchers: Vec::new(), taken: None }),
+            source,
+        })
+    }
+
+    pub(crate) fn id(&self) -> StorageId {
+        self.id
+    }
+
+    pub(crate) fn ptr(&self) -> DevicePtr {
+        self.ptr
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Where it was allocated.
+    pub(crate) fn made_at(&self) -> &'static Location<'static> {
+        self.made_at
+    }
+
+    pub(crate) fn stamp(&self) -> u64 {
+        self.word.stamp()
+    }
+
+    pub(crate) fn owners(&self) -> u64 {
+        self.word.owners()
+    }
+
+    pub(crate) fn home(&self) -> Option<&Home> {
+        self.home.get()
+    }
+
+    /// The pool it lies in, if it lies in one.
+    pub(crate) fn memory(&self) -> Option<&Memory<D>> {
+        match &self.source {
+            Source::Pool(memory) => Some(memory),
+            Source::Imported { .. } => None,
+        }
+    }
+
+    /// Makes it an output of a node. A storage is an output of one node at most; its bit is set if it is held.
+    pub(crate) fn settle(&self, home: Home) {
+        let (live, bit) = (home.live.clone(), home.bit);
+        if self.home.set(home).is_ok() {
+            live.set(bit);
+            // It may have died between the caller's look and the set: then nobody else clears the bit.
+            if self.word.owners() == 0 {
+                live.clear(bit);
+            }
+        }
+    }
+
+    /// One more owner, if the handle's stamp is the storage's.
+    fn retain(&self, stamp: u64) {
+        self.word.retain(stamp);
+    }
+
+    /// One owner less, if the handle's stamp is the storage's. The last one is the storage's death.
+    fn release(&self, stamp: u64) {
+        match self.word.release(stamp) {
+            Release::Other => {}
+            Release::Last { owning, watched } => {
+                if let Some(home) = self.home.get() {
+                    home.live.clear(home.bit);
+                }
+                if owning || watched {
+                    self.give_back(watched);
+                }
+                self.word.settle_dead();
+            }
+        }
+    }
+
+    /// Frees the block it owns, if any, and tells whoever watches.
+    fn give_back(&self, watched: bool) {
+        let (block, stream, born, watchers) = {
+            let mut custody = lock(&self.custody);
+            let watchers = if watched { std::mem::take(&mut custody.watchers) } else { Vec::new() };
+            (custody.block.take(), custody.stream.clone(), custody.born, watchers)
+        };
+        for watcher in watchers {
+            if let Some(flag) = watcher.upgrade() {
+                flag.store(true, Ordering::Release);
+            }
+        }
+        if let (Some(block), Source::Pool(memory)) = (block, &self.source) {
+            memory.free(block, stream.as_ref(), born);
+        }
+    }
+
+    /// Hands the storage out anew: a next generation with `owners` handles, owning no block. The stamp of those handles.
+    ///
+    /// The caller has seen to it that nobody holds the last generation.
+    pub(crate) fn hand_out(&self, owners: u64) -> u64 {
+        let stamp = self.word.hand_out(owners);
+        if let Some(home) = self.home.get() {
+            home.live.set(home.bit);
+        }
+        stamp
+    }
+
+    /// Ends its generation: handles on it are stale from here on, and its block, if it owns one, is free.
+    pub(crate) fn invalidate(&self, by: &Arc<str>, at: &'static Location<'static>) {
+        lock(&self.custody).taken = Some((by.clone(), at));
+        if let Some((owning, watched)) = self.word.invalidate() {
+            if let Some(home) = self.home.get() {
+                home.live.clear(home.bit);
+            }
+            if owning || watched {
+                self.give_back(watched);
+            }
+        }
+    }
+
+    /// The block it owns now.
+    pub(crate) fn block(&self) -> Option<Allocation> {
+        lock(&self.custody).block
+    }
+
+    /// Makes it the owner of `block`; returns what it owned. For a storage that is held: after a restore, or a rollback.
+    pub(crate) fn adopt(&self, block: Allocation, stream: D::Stream) -> Option<Allocation> {
+        let old = {
+            let mut custody = lock(&self.custody);
+            custody.stream = Some(stream);
+            custody.born = 0;
+            custody.block.replace(block)
+        };
+        if !self.word.set_owning() {
+            // It died meanwhile: the death saw no block, so the block goes back here.
+            self.give_back(false);
+        }
+        old
+    }
+
+    /// Brings back a storage that died inside a capture which is now undone: one owner, the same generation.
+    /// Returns the stamp of the handle to make, or `None` if it is held after all.
+    pub(crate) fn resurrect(&self) -> Option<u64> {
+        let stamp = self.word.resurrect()?;
+        if let Some(home) = self.home.get() {
+            home.live.set(home.bit);
+        }
+        Some(stamp)
+    }
+
+    /// From now on its death is ordered on `stream`.
+    pub(crate) fn hand_over(&self, stream: &D::Stream) {
+        let mut custody = lock(&self.custody);
+        if custody.stream.as_ref() != Some(stream) {
+            custody.stream = Some(stream.clone());
+        }
+    }
+
+    /// Raises `flag` when the storage dies.
+    pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
+        lock(&self.custody).watchers.push(Arc::downgrade(flag));
+        if !self.word.set_watched() {
+            flag.store(true, Ordering::Release);
+        }
+    }
+
+    /// The error for a handle of an older generation.
+    fn stale(&self, made_at: &'static Location<'static>) -> Stale {
+        let (taken_by, taken_at) = match &lock(&self.custody).taken {
+            Some((by, at)) => (Some(by.clone()), Some(*at)),
+            None => (None, None),
+        };
+        let made = match self.home.get() {
+            Some(home) => Made::Output { function: home.function.clone(), output: home.output },
+            None => Made::Inside,
+        };
+        Stale { made, made_at, taken_by, taken_at }
+    }
+}
+
+impl<D: Device> Drop for Storage<D> {
+    fn drop(&mut self) {
+        // Only a storage whose owners saturated still has a block here.
+        self.give_back(true);
+    }
+}
+
+impl<D: Device> fmt::Debug for Storage<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Storage")
+            .field("id", &self.id)
+            .field("bytes", &self.bytes)
+            .field("stamp", &self.word.stamp())
+            .field("owners", &self.word.owners())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,239 @@
+//! Tensors: handles on a byte range of a storage, each with the stamp of its generation.
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::{Arc, Weak};
+
+use super::{Storage, StorageId};
+use crate::device::{Device, DevicePtr};
+use crate::error::{Error, Result};
+
+/// A handle on a range of bytes in device memory.
+///
+/// It owns its share of the storage: the memory is given back when the last handle of a storage is gone, views included.
+/// Cloning and dropping cost an atomic each and never wait for the device. A handle on an output of a graph tree belongs
+/// to the generation it was made in; once that has ended (see [`GraphTrees::step`](crate::GraphTrees::step)) and the memory was
+/// taken, reading through it is [`Error::Stale`], never somebody else's bytes.
+///
+/// A tensor of zero bytes has no storage and the null address.
+pub struct Tensor<D: Device> {
+    storage: Option<Arc<Storage<D>>>,
+    stamp: u64,
+    offset: u64,
+    bytes: u64,
+    made_at: &'static Location<'static>,
+}
+
+impl<D: Device> Tensor<D> {
+    /// The tensor of zero bytes.
+    #[track_caller]
+    #[must_use]
+    pub fn empty() -> Self {
+        Tensor { storage: None, stamp: 0, offset: 0, bytes: 0, made_at: Location::caller() }
+    }
+
+    /// Wraps a new storage, whose first owner this is.
+    pub(crate) fn first(storage: Arc<Storage<D>>) -> Self {
+        let (stamp, bytes, made_at) = (storage.stamp(), storage.bytes(), storage.made_at());
+        Tensor { storage: Some(storage), stamp, offset: 0, bytes, made_at }
+    }
+
+    /// Wraps a storage whose word already counts this owner, with the stamp it was handed out with.
+    pub(crate) fn counted(storage: Arc<Storage<D>>, stamp: u64, offset: u64, bytes: u64, made_at: &'static Location<'static>) -> Self {
+        Tensor { storage: Some(storage), stamp, offset, bytes, made_at }
+    }
+
+    /// The same range, as if made at another place.
+    pub(crate) fn remade_at(mut self, made_at: &'static Location<'static>) -> Self {
+        self.made_at = made_at;
+        self
+    }
+
+    /// Another range of the same storage: one more owner.
+    pub(crate) fn range(&self, offset: u64, bytes: u64, made_at: &'static Location<'static>) -> Self {
+        let mut range = self.clone();
+        (range.offset, range.bytes, range.made_at) = (offset, bytes, made_at);
+        range
+    }
+
+    pub(crate) fn made_at(&self) -> &'static Location<'static> {
+        self.made_at
+    }
+
+    pub(crate) fn storage(&self) -> Option<&Arc<Storage<D>>> {
+        self.storage.as_ref()
+    }
+
+    /// Whether its storage is still in the handle's generation.
+    #[must_use]
+    pub fn is_current(&self) -> bool {
+        self.storage.as_ref().is_none_or(|s| s.stamp() == self.stamp)
+    }
+
+    /// Whether the handle may still be read.
+    ///
+    /// # Errors
+    /// [`Error::Stale`] where its memory was given to a later run.
+    pub fn check(&self) -> Result<()> {
+        match &self.storage {
+            Some(storage) if storage.stamp() != self.stamp => Err(Error::Stale(Box::new(storage.stale(self.made_at)))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Length of the range, in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Whether the range is empty.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.bytes == 0
+    }
+
+    /// Where the range begins in its storage, in bytes.
+    #[must_use]
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// The identity of the storage; `None` for the empty tensor. Two tensors alias exactly if they share it.
+    #[must_use]
+    pub fn storage_id(&self) -> Option<StorageId> {
+        self.storage.as_ref().map(|s| s.id())
+    }
+
+    /// Address of the range's first byte, to be used in work that is enqueued while the handle is held.
+    ///
+    /// # Errors
+    /// [`Error::Stale`], as [`check`](Tensor::check).
+    pub fn ptr(&self) -> Result<DevicePtr> {
+        self.check()?;
+        Ok(self.address())
+    }
+
+    /// The address, whoever owns it by now.
+    pub(crate) fn address(&self) -> DevicePtr {
+        match &self.storage {
+            Some(storage) => storage.ptr().offset(self.offset),
+            None => DevicePtr::NULL,
+        }
+    }
+
+    /// A handle on `bytes` bytes from `offset` of this range: one more owner of the same storage.
+    ///
+    /// # Errors
+    /// [`Error::View`] where the range does not lie in this one; [`Error::Stale`], as [`check`](Tensor::check).
+    #[track_caller]
+    pub fn view(&self, offset: u64, bytes: u64) -> Result<Tensor<D>> {
+        self.check()?;
+        if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
+            return Err(Error::View { offset, bytes, of: self.bytes });
+        }
+        if bytes == 0 {
+            return Ok(Tensor::empty());
+        }
+        let mut view = self.clone();
+        view.offset += offset;
+        view.bytes = bytes;
+        view.made_at = Location::caller();
+        Ok(view)
+    }
+
+    /// Copies the range to the host, in stream order, and waits for it.
+    ///
+    /// # Errors
+    /// [`Error::Stale`]; the device's own, where the copy or work before it failed.
+    pub fn read(&self, device: &D, stream: &D::Stream) -> Result<Vec<u8>> {
+        self.check()?;
+        let mut bytes = vec![0; usize::try_from(self.bytes).map_err(|_| Error::View { offset: 0, bytes: self.bytes, of: self.bytes })?];
+        if self.bytes > 0 {
+            device.read(stream, &mut bytes, self.address())?;
+        }
+        // Another thread's run may have taken the memory while the copy was underway.
+        self.check()?;
+        Ok(bytes)
+    }
+
+    /// Copies host bytes over the whole range, in stream order. `src` has been read when the call returns.
+    ///
+    /// # Errors
+    /// [`Error::View`] where the lengths differ; [`Error::Stale`]; the device's own.
+    pub fn write(&self, device: &D, stream: &D::Stream, src: &[u8]) -> Result<()> {
+        self.check()?;
+        if src.len() as u64 != self.bytes {
+            return Err(Error::View { offset: 0, bytes: src.len() as u64, of: self.bytes });
+        }
+        if self.bytes > 0 {
+            device.write(stream, self.address(), src)?;
+        }
+        Ok(())
+    }
+
+    /// A handle that does not own.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakTensor<D> {
+        WeakTensor {
+            storage: self.storage.as_ref().map_or_else(Weak::new, Arc::downgrade),
+            stamp: self.stamp,
+            offset: self.offset,
+            bytes: self.bytes,
+            made_at: self.made_at,
+        }
+    }
+}
+
+impl<D: Device> Clone for Tensor<D> {
+    fn clone(&self) -> Self {
+        if let Some(storage) = &self.storage {
+            storage.retain(self.stamp);
+        }
+        Tensor { storage: self.storage.clone(), ..*self }
+    }
+}
+
+impl<D: Device> Drop for Tensor<D> {
+    fn drop(&mut self) {
+        if let Some(storage) = &self.storage {
+            storage.release(self.stamp);
+        }
+    }
+}
+
+impl<D: Device> fmt::Debug for Tensor<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.storage {
+            Some(s) => write!(f, "{:?}[{}..{}]", s.id(), self.offset, self.offset + self.bytes),
+            None => f.write_str("empty"),
+        }
+    }
+}
+
+/// A handle on a range that keeps nothing alive.
+pub struct WeakTensor<D: Device> {
+    storage: Weak<Storage<D>>,
+    stamp: u64,
+    offset: u64,
+    bytes: u64,
+    made_at: &'static Location<'static>,
+}
+
+impl<D: Device> WeakTensor<D> {
+    /// The tensor, if somebody holds its storage still and it is in the same generation.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<Tensor<D>> {
+        if self.bytes == 0 {
+            return Some(Tensor { storage: None, stamp: 0, offset: 0, bytes: 0, made_at: self.made_at });
+        }
+        let storage = self.storage.upgrade()?;
+        storage.word.retain_if_held(self.stamp).then(|| Tensor::counted(storage, self.stamp, self.offset, self.bytes, self.made_at))
+    }
+}
+
+impl<D: Device> fmt::Debug for WeakTensor<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeakTensor").field("offset", &self.offset).field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,379 @@
+//! Graph trees: functions that are warmed up, recorded and replayed over one shared pool. What a compiler backend embeds.
+//!
+//! [`GraphTrees`] is the face; the verbs are files in the folder of the same name: [`warmup`], [`record`], [`replay`], and
+//! [`admit`], which decides between them. One mutex guards a tree's state. It is never held while a closure runs: the
+//! tree is then marked busy, a nested run is an error, and another thread's run waits.
+
+mod admit;
+mod args;
+mod call;
+mod function;
+mod generation;
+mod node;
+mod outputs;
+mod path;
+mod record;
+mod recorder;
+mod replay;
+mod view;
+mod warmup;
+
+use std::fmt;
+use std::panic::Location;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+
+use slotmap::SlotMap;
+
+use crate::allocator::{Allocator, PoolHandle, PoolOptions};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::sync::lock;
+use admit::admit;
+use call::{Call, inputs_error};
+use function::{Bound, FunctionState};
+use generation::Generations;
+use node::Node;
+use path::Entry;
+
+pub use admit::Mismatch;
+pub use args::{Arg, BodyResult, Inputs, Value, give, lend};
+pub use function::{Function, FunctionSpec};
+pub use generation::Step;
+pub use node::NodeId;
+pub use outputs::Outputs;
+pub use recorder::Recorder;
+pub use view::{Counts, FunctionView, NodeView, OutputView, TreeView};
+
+slotmap::new_key_type! {
+    /// A function of a tree.
+    pub(crate) struct FunctionKey;
+    /// A node of a tree.
+    pub(crate) struct NodeKey;
+}
+
+/// A tree of recorded graphs over one pool.
+///
+/// Functions are [registered](GraphTrees::register) once and [run](GraphTrees::run) many times: the first run of a
+/// function warms it up, the second records it, later ones replay the recording, as long as inputs and liveness are what they were;
+/// otherwise it is recorded again, beside the first. Clones are the same tree. All methods may be called from any thread.
+pub struct GraphTrees<D: Device> {
+    inner: Arc<Inner<D>>,
+}
+
+struct Inner<D: Device> {
+    allocator: Allocator<D>,
+    pool: PoolHandle<D>,
+    /// Where warmups and recordings run.
+    stream: D::Stream,
+    /// Orders one stream after another; re-recorded each time.
+    event: D::Event,
+    generations: Arc<Generations>,
+    /// Which functions are ours.
+    owner: Arc<()>,
+    state: Mutex<State<D>>,
+    /// Told when the tree is not busy any more.
+    idle: Condvar,
+}
+
+struct State<D: Device> {
+    functions: SlotMap<FunctionKey, FunctionState<D>>,
+    nodes: SlotMap<NodeKey, Node<D>>,
+    /// In order of creation.
+    roots: Vec<NodeKey>,
+    path: Vec<Entry<D>>,
+    /// The pool's books say what is held of the path. Not so after a replay.
+    books_exact: bool,
+    /// How many dropped tokens the path knows of.
+    seen_ended: u64,
+    /// Whose closure is running.
+    busy: Option<ThreadId>,
+    /// The stream of the last run.
+    order: Option<D::Stream>,
+    counts: Counts,
+    /// Why the last capture that failed did.
+    last_failure: Option<Error>,
+}
+
+impl<D: Device> GraphTrees<D> {
+    /// A tree without functions, with a pool of its own.
+    ///
+    /// # Errors
+    /// The device's, where it gives no stream or event.
+    pub fn new(allocator: &Allocator<D>) -> Result<Self> {
+        Self::with_pool(allocator, PoolOptions::default())
+    }
+
+    /// The same with options for the pool.
+    ///
+    /// # Errors
+    /// As [`new`](GraphTrees::new), and [`PoolError::InvalidConfig`](crate::pool::PoolError::InvalidConfig).
+    pub fn with_pool(allocator: &Allocator<D>, options: PoolOptions) -> Result<Self> {
+        let device = allocator.device();
+        let stream = device.create_stream()?;
+        let event = device.create_event()?;
+        let pool = allocator.create_pool(options)?;
+        Ok(GraphTrees {
+            inner: Arc::new(Inner {
+                allocator: allocator.clone(),
+                pool,
+                stream,
+                event,
+                generations: Arc::new(Generations::default()),
+                owner: Arc::new(()),
+                state: Mutex::new(State::new()),
+                idle: Condvar::new(),
+            }),
+        })
+    }
+
+    /// The allocator that the tree's pool belongs to.
+    #[must_use]
+    pub fn allocator(&self) -> &Allocator<D> {
+        &self.inner.allocator
+    }
+
+    /// Registers a function.
+    ///
+    /// The closure is called for warmups and recordings. It gets the inputs by position, allocates through the recorder, launches on the recorder's
+    /// stream, and returns the outputs: tensors it allocated, views of them, inputs and views of them, or tensors from outside the pool. It is to do the
+    /// same work each time for the same key and inputs of the same lengths; a replay repeats what the recording did.
+    ///
+    /// # Errors
+    /// [`Error::Inputs`] where a position is declared twice, or a bound tensor is an output of this tree.
+    pub fn register<F>(&self, spec: FunctionSpec<D>, body: F) -> Result<Function>
+    where
+        F: Fn(&mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync + 'static,
+    {
+        let FunctionSpec { name, mut statics, mut bound, skip_warmup } = spec;
+        statics.sort_unstable();
+        bound.sort_by_key(|(position, _)| *position);
+        if let Some(position) = bound.windows(2).find(|w| w[0].0 == w[1].0).map(|w| w[0].0) {
+            return Err(inputs_error(&name, format!("input {position} is bound twice")));
+        }
+        if let Some((position, _)) = bound.iter().find(|(position, _)| statics.binary_search(position).is_ok()) {
+            return Err(inputs_error(&name, format!("input {position} is bound, and so static already: do not declare it as a static input too")));
+        }
+        let bound_died = Arc::new(AtomicBool::new(false));
+        for (position, input) in &bound {
+            let Bound::Tensor(weak) = input else { continue };
+            let tensor = weak.upgrade().ok_or_else(|| Error::StaticDied { function: name.clone(), input: *position })?;
+            let Some(storage) = tensor.storage() else { continue };
+            if storage.memory().is_some_and(|m| m.in_pool(&self.inner.pool)) {
+                let detail = format!("input {position} is an output of this tree, whose memory is reused: pass it to run, or bind a tensor from outside");
+                return Err(inputs_error(&name, detail));
+            }
+            storage.watch(&bound_died);
+        }
+        let mut state = lock(&self.inner.state);
+        let number = u32::try_from(state.functions.len()).unwrap_or(u32::MAX);
+        let function = FunctionState { number, name: name.clone(), body: Arc::new(body), statics, bound, bound_died, skip_warmup, variants: Vec::new() };
+        let key = state.functions.insert(function);
+        Ok(Function { key, name, owner: self.inner.owner.clone() })
+    }
+
+    /// Opens a generation: a step of the program. See [`Step`] for what its token protects.
+    pub fn step(&self) -> Step {
+        self.inner.generations.open()
+    }
+
+    /// Runs a function: warms it up, records it, or replays a recording of it.
+    ///
+    /// `key` chooses the variant (often `&[]`); each key warms up and records on its own. Work is ordered after what `stream` has been given so far, and
+    /// what `stream` is given next is ordered after it. `args` are the inputs that are not bound, in order of position.
+    /// Returns as soon as the work is enqueued.
+    ///
+    /// # Errors
+    /// [`Error::Function`] where the closure fails; [`Error::Untracked`] where it keeps pool memory; [`Error::Stale`] for an input of an
+    /// ended generation; [`Error::Nested`]; [`Error::StaticDied`]; the pool's and the device's. Given inputs that were not given up are left in `args`.
+    ///
+    /// # Panics
+    /// Only with the closure's own panic, after everything is as it was.
+    #[track_caller]
+    pub fn run(&self, function: &Function, step: &Step, key: &[i64], stream: &D::Stream, args: &mut [Arg<'_, D>]) -> Result<Outputs<D>> {
+        let mut out = Outputs::new();
+        self.inner.run(function, step, key, stream, args, &mut out, Location::caller())?;
+        Ok(out)
+    }
+
+    /// The same, into `out`, whose room is used again: no run of a warm tree then allocates on the heap, however many outputs there are.
+    ///
+    /// # Errors
+    /// As [`run`](GraphTrees::run); `out` is empty then.
+    ///
+    /// # Panics
+    /// As [`run`](GraphTrees::run).
+    #[track_caller]
+    pub fn run_into(
+        &self,
+        function: &Function,
+        step: &Step,
+        key: &[i64],
+        stream: &D::Stream,
+        args: &mut [Arg<'_, D>],
+        out: &mut Outputs<D>,
+    ) -> Result<()> {
+        out.clear();
+        self.inner.run(function, step, key, stream, args, out, Location::caller())
+    }
+}
+
+/// What is to be done with a call.
+enum Choice {
+    Replay(NodeKey),
+    Record,
+    Warmup,
+}
+
+impl<D: Device> Inner<D> {
+    #[allow(clippy::too_many_arguments)] // the public face's, and where the result goes
+    fn run(
+        &self,
+        function: &Function,
+        step: &Step,
+        key: &[i64],
+        stream: &D::Stream,
+        args: &mut [Arg<'_, D>],
+        out: &mut Outputs<D>,
+        at: &'static Location<'static>,
+    ) -> Result<()> {
+        if !Arc::ptr_eq(&function.owner, &self.owner) {
+            return Err(Error::ForeignHandle { what: "function" });
+        }
+        if !Arc::ptr_eq(&step.generations, &self.generations) {
+            return Err(Error::ForeignHandle { what: "step" });
+        }
+        let mut state = self.enter(function)?;
+        let ended = self.generations.ended();
+        if ended != state.seen_ended {
+            state.retire(&self.generations, ended, &function.name, at);
+        }
+        state.functions[function.key].check_bound()?;
+        for arg in &*args {
+            if let Some(tensor) = arg.tensor() {
+                tensor.check()?;
+            }
+        }
+        let variant = state.functions[function.key].variant_or_new(key);
+        let choice = state.choose(function.key, variant, args);
+        let call = Call { function: function.key, variant, name: &function.name, generation: step.number(), stream, args, at };
+        match choice {
+            Choice::Replay(node) => self.replay(state, node, call, out),
+            Choice::Record => self.record(state, call, out),
+            Choice::Warmup => self.warmup(state, call, out),
+        }
+    }
+
+    /// Takes the state, once no closure of another thread is running.
+    fn enter(&self, function: &Function) -> Result<MutexGuard<'_, State<D>>> {
+        let mut state = lock(&self.state);
+        while let Some(thread) = state.busy {
+            if thread == thread::current().id() {
+                return Err(Error::Nested { function: function.name.clone() });
+            }
+            state = self.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        Ok(state)
+    }
+
+    /// Calls `f` with the state given back, marked busy meanwhile. `f` does not unwind.
+    fn unlocked<'s, T>(&'s self, mut state: MutexGuard<'s, State<D>>, f: impl FnOnce() -> T) -> (MutexGuard<'s, State<D>>, T) {
+        state.busy = Some(thread::current().id());
+        drop(state);
+        let result = f();
+        let mut state = lock(&self.state);
+        state.busy = None;
+        self.idle.notify_all();
+        (state, result)
+    }
+}
+
+impl<D: Device> State<D> {
+    fn new() -> Self {
+        State {
+            functions: SlotMap::with_key(),
+            nodes: SlotMap::with_key(),
+            roots: Vec::new(),
+            path: Vec::new(),
+            books_exact: true,
+            seen_ended: 0,
+            busy: None,
+            order: None,
+            counts: Counts::default(),
+            last_failure: None,
+        }
+    }
+
+    /// What to do with a call, and where on the path: a path of which nothing is held may end here.
+    fn choose(&mut self, function: FunctionKey, variant: usize, args: &[Arg<'_, D>]) -> Choice {
+        if self.tip_is_exact() && !self.path_is_live() {
+            self.end_path();
+        }
+        if self.tip_is_warm() || !self.functions[function].variants[variant].warm {
+            return Choice::Warmup;
+        }
+        if let Some(node) = self.admitted(function, variant, args) {
+            return Choice::Replay(node);
+        }
+        if !self.path.is_empty() && !self.path_is_live() {
+            self.end_path();
+            if let Some(node) = self.admitted(function, variant, args) {
+                return Choice::Replay(node);
+            }
+        }
+        Choice::Record
+    }
+
+    /// The first recording of a variant below the tip that may be replayed.
+    fn admitted(&self, function: FunctionKey, variant: usize, args: &[Arg<'_, D>]) -> Option<NodeKey> {
+        let fits = |key: &NodeKey| match admit(&self.nodes[*key], args) {
+            Ok(()) => true,
+            Err(mismatch) => {
+                tracing::debug!(node = self.nodes[*key].id.0, ?mismatch, "not replayed");
+                false
+            }
+        };
+        match self.path.last() {
+            None => self.functions[function].variants[variant].roots.iter().copied().find(fits),
+            Some(_) => {
+                let tip = self.tip()?;
+                self.nodes[tip].children.iter().filter(|(v, _)| *v == (function, variant)).map(|(_, node)| *node).find(fits)
+            }
+        }
+    }
+}
+
+impl<D: Device> Call<'_, '_, D> {
+    /// Drops what was given.
+    fn give_up(&mut self) {
+        for arg in &mut *self.args {
+            drop(arg.take());
+        }
+    }
+}
+
+impl<D: Device> Drop for Inner<D> {
+    fn drop(&mut self) {
+        // What is held outlives the tree: it owns its memory from here on.
+        let mut state = std::mem::replace(&mut *lock(&self.state), State::new());
+        if let Some(stream) = state.order.clone()
+            && let Err(error) = self.catch_up(&mut state, &stream)
+        {
+            tracing::error!(%error, "the pool's books could not catch up with what is held at the tree's end");
+        }
+    }
+}
+
+impl<D: Device> Clone for GraphTrees<D> {
+    fn clone(&self) -> Self {
+        GraphTrees { inner: self.inner.clone() }
+    }
+}
+
+impl<D: Device> fmt::Debug for GraphTrees<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = lock(&self.inner.state);
+        f.debug_struct("GraphTrees").field("functions", &state.functions.len()).field("nodes", &state.nodes.len()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,307 @@
+//! What warmup and recording have in common: the inputs as the closure sees them, the closure's call, the outputs' kinds.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::args::{Arg, Inputs, Slot};
+use super::function::{Body, Bound, BoundInput, FunctionState};
+use super::node::{InputSpec, OutputSpec};
+use super::recorder::Recorder;
+use super::{Inner, State};
+use crate::allocator::Born;
+use crate::device::{Device, DeviceError, DevicePtr, GatherSlot};
+use crate::error::{Error, Phase, Result};
+use crate::pool::Allocation;
+use crate::storage::{Home, LiveMask, Storage, Tensor};
+
+/// One run, as its verbs hand it around.
+pub(super) struct Call<'c, 'a, D: Device> {
+    pub(super) function: super::FunctionKey,
+    pub(super) variant: usize,
+    pub(super) name: &'c Arc<str>,
+    pub(super) generation: u64,
+    pub(super) stream: &'c D::Stream,
+    pub(super) args: &'c mut [Arg<'a, D>],
+    pub(super) at: &'static Location<'static>,
+}
+
+/// The inputs of one call, classified, and the copied ones placed. Nothing has been given up yet.
+pub(super) struct Placed<D: Device> {
+    pub(super) specs: Vec<InputSpec<D>>,
+    /// Where the copied inputs go.
+    pub(super) gather: Vec<GatherSlot>,
+    /// Where they come from.
+    pub(super) sources: Vec<DevicePtr>,
+    /// What the closure gets for each passed input; `None` for an output of the path that is given.
+    pub(super) slots: Vec<Option<Slot<D>>>,
+    pub(super) bound: Vec<(usize, BoundInput<D>)>,
+}
+
+/// An output of the path that went into the closure's hands: what it takes to bring it back if the recording is undone.
+pub(super) struct Given<D: Device> {
+    pub(super) input: usize,
+    pub(super) storage: Arc<Storage<D>>,
+    pub(super) stamp: u64,
+    pub(super) block: Option<Allocation>,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+    pub(super) made_at: &'static Location<'static>,
+}
+
+/// What came of a closure.
+pub(super) enum Outcome<D: Device> {
+    Returned(Vec<Tensor<D>>),
+    Failed(crate::error::BoxError),
+    Panicked(Box<dyn Any + Send>),
+}
+
+/// The outputs of one call, classified.
+pub(super) struct Sorted<D: Device> {
+    pub(super) specs: Vec<OutputSpec<D>>,
+    pub(super) slots: Vec<(Arc<Storage<D>>, u64)>,
+    /// For each slot, the first output in it.
+    pub(super) first: Vec<usize>,
+}
+
+impl<D: Device> Inner<D> {
+    /// Classifies the inputs, and allocates the places of the copied ones. On an error nothing has changed.
+    pub(super) fn place(&self, state: &State<D>, call: &Call<'_, '_, D>, born: &Born<D>) -> Result<Placed<D>> {
+        let function = &state.functions[call.function];
+        let bound = function.bound_inputs()?;
+        let total = call.args.len() + bound.len();
+        if let Some((position, _)) = bound.iter().find(|(position, _)| *position >= total) {
+            let detail = format!("input {position} is bound, but the run passes {} inputs, so there are only {total} in all", call.args.len());
+            return Err(inputs_error(call.name, detail));
+        }
+        let mut placed = Placed { specs: Vec::new(), gather: Vec::new(), sources: Vec::new(), slots: Vec::new(), bound };
+        for (index, arg) in call.args.iter().enumerate() {
+            let (spec, slot) = match arg {
+                Arg::Value(value) => (InputSpec::Value(value.clone()), Some(Slot::Value(value.clone()))),
+                Arg::Taken => return Err(inputs_error(call.name, format!("input {index} was taken by an earlier run"))),
+                Arg::Lend(tensor) => self.place_tensor(state, function, index, tensor, false, &mut placed, born)?,
+                Arg::Give(tensor) => self.place_tensor(state, function, index, tensor, true, &mut placed, born)?,
+            };
+            placed.specs.push(spec);
+            placed.slots.push(slot);
+        }
+        Ok(placed)
+    }
+
+    /// Copies the moving inputs to their places, as one piece of work on the tree's stream.
+    pub(super) fn copy_in(&self, placed: &Placed<D>) -> Result<(), DeviceError> {
+        if placed.gather.is_empty() {
+            return Ok(());
+        }
+        self.allocator.device().gather(&self.stream, &placed.gather, &placed.sources)
+    }
+
+    /// Puts the inputs into the closure's hands, by position. Given outputs of the path go with them.
+    pub(super) fn hand_in(&self, call: &mut Call<'_, '_, D>, slots: Vec<Option<Slot<D>>>, bound: Vec<(usize, BoundInput<D>)>) -> (Inputs<D>, Vec<Given<D>>) {
+        let mut given = Vec::new();
+        let total = slots.len() + bound.len();
+        let mut bound = bound.into_iter().peekable();
+        let mut passed = slots.into_iter().enumerate();
+        let mut all = Vec::with_capacity(total);
+        while all.len() < total {
+            if let Some((_, input)) = bound.next_if(|(position, _)| *position == all.len()) {
+                all.push(match input {
+                    BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
+                    BoundInput::Value(value) => Slot::Value(value),
+                });
+            } else if let Some((index, slot)) = passed.next() {
+                all.push(slot.or_else(|| self.give_in(index, call, &mut given)).unwrap_or(Slot::Taken));
+            } else {
+                break;
+            }
+        }
+        (Inputs::new(all), given)
+    }
+
+    /// One tensor's kind, and what the closure gets for it; `None` for an output of the path that is given.
+    #[allow(clippy::too_many_arguments)] // one call site, where all of them are at hand
+    fn place_tensor(
+        &self,
+        state: &State<D>,
+        function: &FunctionState<D>,
+        index: usize,
+        tensor: &Tensor<D>,
+        given: bool,
+        placed: &mut Placed<D>,
+        born: &Born<D>,
+    ) -> Result<(InputSpec<D>, Option<Slot<D>>)> {
+        let bytes = tensor.bytes();
+        let Some(storage) = tensor.storage() else { return Ok((InputSpec::Empty, Some(Slot::Tensor(tensor.clone())))) };
+        if state.on_path(storage) {
+            let spec = InputSpec::Managed { storage: storage.clone(), offset: tensor.offset(), bytes };
+            return Ok((spec, (!given).then(|| Slot::Tensor(tensor.clone()))));
+        }
+        if function.is_static(function.position(index)) {
+            return Ok((InputSpec::Static { ptr: tensor.address(), bytes, whole: None }, Some(Slot::Tensor(tensor.clone()))));
+        }
+        let place = self.pool.alloc_at(&self.stream, bytes, tensor.made_at())?;
+        born.note(&place);
+        placed.gather.push(GatherSlot { dst: place.address(), bytes });
+        placed.sources.push(tensor.address());
+        Ok((InputSpec::Copied { bytes }, Some(Slot::Tensor(place))))
+    }
+
+    fn give_in(&self, index: usize, call: &mut Call<'_, '_, D>, given: &mut Vec<Given<D>>) -> Option<Slot<D>> {
+        let tensor = call.args[index].take()?;
+        let storage = tensor.storage()?.clone();
+        // If it dies inside, its memory is next used there.
+        storage.hand_over(&self.stream);
+        given.push(Given {
+            input: index,
+            stamp: storage.stamp(),
+            block: storage.block(),
+            offset: tensor.offset(),
+            bytes: tensor.bytes(),
+            made_at: tensor.made_at(),
+            storage,
+        });
+        Some(Slot::Tensor(tensor))
+    }
+
+    /// Calls the closure, with this thread's and the stream's allocations routed to the tree's pool. No lock of ours is held meanwhile.
+    pub(super) fn call_body(&self, body: &Body<D>, inputs: Inputs<D>, phase: Phase, born: &Born<D>) -> Outcome<D> {
+        let route = self.allocator.route_call(&self.stream, &self.pool, born);
+        let mut recorder = Recorder { device: self.allocator.device(), stream: &self.stream, pool: &self.pool, phase, born };
+        let result = catch_unwind(AssertUnwindSafe(|| body(&mut recorder, inputs)));
+        drop(route);
+        match result {
+            Ok(Ok(outputs)) => Outcome::Returned(outputs),
+            Ok(Err(error)) => Outcome::Failed(error),
+            Err(panic) => Outcome::Panicked(panic),
+        }
+    }
+
+    /// Says of each output what it is, and finds what the closure kept without returning it.
+    pub(super) fn sort_outputs(
+        &self,
+        function: &FunctionState<D>,
+        call: &Call<'_, '_, D>,
+        phase: Phase,
+        inputs: &mut [InputSpec<D>],
+        outputs: &[Tensor<D>],
+        born: &[Arc<Storage<D>>],
+    ) -> Result<Sorted<D>> {
+        let mut sorted = Sorted { specs: Vec::with_capacity(outputs.len()), slots: Vec::new(), first: Vec::new() };
+        for (index, output) in outputs.iter().enumerate() {
+            output.check()?;
+            let spec = self.sort_output(function, call, inputs, output, index, born, &mut sorted)?;
+            sorted.specs.push(spec);
+        }
+        self.no_survivors(call.name, phase, &sorted, born)?;
+        Ok(sorted)
+    }
+
+    #[allow(clippy::too_many_arguments)] // one call site, where all of them are at hand
+    fn sort_output(
+        &self,
+        function: &FunctionState<D>,
+        call: &Call<'_, '_, D>,
+        inputs: &mut [InputSpec<D>],
+        output: &Tensor<D>,
+        index: usize,
+        born: &[Arc<Storage<D>>],
+        sorted: &mut Sorted<D>,
+    ) -> Result<OutputSpec<D>> {
+        let (offset, bytes) = (output.offset(), output.bytes());
+        let Some(storage) = output.storage() else { return Ok(OutputSpec::Empty) };
+        if born.iter().any(|b| Arc::ptr_eq(b, storage)) {
+            let slot = match sorted.slots.iter().position(|(s, _)| Arc::ptr_eq(s, storage)) {
+                Some(slot) => slot,
+                None => {
+                    sorted.slots.push((storage.clone(), 0));
+                    sorted.first.push(index);
+                    sorted.slots.len() - 1
+                }
+            };
+            sorted.slots[slot].1 += 1;
+            return Ok(OutputSpec::Fresh { slot, offset, bytes });
+        }
+        for (input, spec) in inputs.iter_mut().enumerate() {
+            match spec {
+                InputSpec::Managed { storage: s, .. } if Arc::ptr_eq(s, storage) => return Ok(OutputSpec::Input { input, offset, bytes }),
+                InputSpec::Static { whole, .. } => {
+                    let passed = call.args.get(input).and_then(Arg::tensor).and_then(Tensor::storage);
+                    if passed.is_some_and(|s| Arc::ptr_eq(s, storage)) {
+                        *whole = Some((storage.ptr(), storage.bytes()));
+                        return Ok(OutputSpec::Input { input, offset, bytes });
+                    }
+                }
+                _ => {}
+            }
+        }
+        if storage.memory().is_some_and(|m| m.in_pool(&self.pool)) {
+            return Err(Error::ForeignOutput { function: call.name.clone(), output: index });
+        }
+        let bound = function.bound.iter().any(|(_, b)| {
+            matches!(b, Bound::Tensor(weak) if weak.upgrade().is_some_and(|t| t.storage().is_some_and(|s| Arc::ptr_eq(s, storage))))
+        });
+        Ok(if bound { OutputSpec::Bound(output.downgrade()) } else { OutputSpec::Constant(output.clone()) })
+    }
+
+    /// Refuses a call that kept memory of the pool without returning it.
+    fn no_survivors(&self, name: &Arc<str>, phase: Phase, sorted: &Sorted<D>, born: &[Arc<Storage<D>>]) -> Result<()> {
+        let kept: Vec<_> = born.iter().filter(|s| s.owners() > 0 && !sorted.slots.iter().any(|(slot, _)| Arc::ptr_eq(slot, s))).collect();
+        let Some(first) = kept.first() else { return Ok(()) };
+        let place = self.pool.locate(first.ptr()).map_or_else(|| "?".to_owned(), |(segment, offset)| format!("{segment}+{offset}"));
+        Err(Error::Untracked { function: name.clone(), phase, bytes: first.bytes(), place, at: first.made_at(), count: kept.len() })
+    }
+
+    /// Ends whatever a failed call still holds of the pool.
+    pub(super) fn drop_survivors(&self, call: &Call<'_, '_, D>, born: &[Arc<Storage<D>>]) {
+        for storage in born {
+            storage.invalidate(call.name, call.at);
+        }
+    }
+
+    /// Makes the slots outputs of their node, held by the caller's stream from here on. The mask says which are held.
+    pub(super) fn settle(&self, name: &Arc<str>, sorted: &Sorted<D>, stream: &D::Stream) -> Arc<LiveMask> {
+        let live = LiveMask::new(sorted.slots.len());
+        for (bit, ((storage, _), output)) in sorted.slots.iter().zip(&sorted.first).enumerate() {
+            storage.hand_over(stream);
+            let bit = u32::try_from(bit).unwrap_or(u32::MAX);
+            storage.settle(Home { function: name.clone(), output: *output, live: live.clone(), bit });
+        }
+        live
+    }
+
+    /// Orders the caller's stream after the last run's, if that was on another.
+    pub(super) fn order(&self, state: &mut State<D>, stream: &D::Stream) -> Result<()> {
+        if state.order.as_ref() != Some(stream) {
+            if let Some(last) = &state.order {
+                self.follow(last, stream)?;
+            }
+            state.order = Some(stream.clone());
+        }
+        Ok(())
+    }
+
+    /// Makes `after` wait for all that `before` has been given so far.
+    pub(super) fn follow(&self, before: &D::Stream, after: &D::Stream) -> Result<()> {
+        let device = self.allocator.device();
+        device.record(&self.event, before)?;
+        Ok(device.wait(after, &self.event)?)
+    }
+}
+
+pub(super) fn inputs_error(function: &Arc<str>, detail: String) -> Error {
+    Error::Inputs { function: function.clone(), detail }
+}
+
+impl<D: Device> State<D> {
+    /// Whether a storage is an output of a run on the path.
+    pub(super) fn on_path(&self, storage: &Storage<D>) -> bool {
+        storage.home().is_some_and(|home| self.path.iter().any(|entry| Arc::ptr_eq(self.live_of(entry), &home.live)))
+    }
+}
+
+/// The inputs that lie in a storage, of those that were given.
+pub(super) fn given_in<D: Device>(given: &[Given<D>], storage: &Arc<Storage<D>>) -> SmallVec<[usize; 2]> {
+    given.iter().filter(|g| Arc::ptr_eq(&g.storage, storage)).map(|g| g.input).collect()
+}

@@ -1,0 +1,89 @@
+//! A node: one recording, what it took, what it gives, and when it may be replayed.
+
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::args::Value;
+use super::{FunctionKey, NodeKey};
+use crate::device::{Device, DevicePtr, GraphInfo};
+use crate::pool::{Allocation, Checkpoint};
+use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
+
+/// A node's number within its tree, in order of recording. Never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeId(pub u32);
+
+/// Which variant of which function.
+pub(super) type VariantKey = (FunctionKey, usize);
+
+/// One recording of a variant in the memory state its ancestors left.
+pub(super) struct Node<D: Device> {
+    pub(super) id: NodeId,
+    pub(super) variant: VariantKey,
+    pub(super) parent: Option<NodeKey>,
+    pub(super) depth: usize,
+    /// In order of creation.
+    pub(super) children: SmallVec<[(VariantKey, NodeKey); 2]>,
+    /// One for each passed input.
+    pub(super) inputs: Box<[InputSpec<D>]>,
+    /// Ancestors' outputs whose memory the graph writes, or may: they must be dead.
+    pub(super) must_be_dead: Box<[DeadBits]>,
+    /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
+    pub(super) consumed: Box<[Consumed<D>]>,
+    pub(super) outputs: Box<[OutputSpec<D>]>,
+    /// The storages that the graph makes, and how many outputs lie in each.
+    pub(super) slots: Box<[(Arc<Storage<D>>, u64)]>,
+    /// Which of the slots are held.
+    pub(super) live: Arc<LiveMask>,
+    pub(super) exec: D::Exec,
+    pub(super) info: GraphInfo,
+    /// The pool as it was when the recording ended.
+    pub(super) checkpoint: Checkpoint,
+    /// The outputs of the path that were held then, and their blocks.
+    pub(super) saved: Box<[(Arc<Storage<D>>, Allocation)]>,
+    /// Room for the addresses of the copied inputs.
+    pub(super) sources: Vec<DevicePtr>,
+}
+
+/// What an input was at the recording.
+pub(super) enum InputSpec<D: Device> {
+    /// Zero bytes.
+    Empty,
+    /// An output of an ancestor, this range of it.
+    Managed { storage: Arc<Storage<D>>, offset: u64, bytes: u64 },
+    /// Declared static, at this address. `storage` is the place of the whole storage where an output is a view of it.
+    Static { ptr: DevicePtr, bytes: u64, whole: Option<(DevicePtr, u64)> },
+    /// Copied into the pool.
+    Copied { bytes: u64 },
+    /// A host value.
+    Value(Value),
+}
+
+/// What an output was at the recording.
+pub(super) enum OutputSpec<D: Device> {
+    /// Zero bytes.
+    Empty,
+    /// In a storage that the graph makes.
+    Fresh { slot: usize, offset: u64, bytes: u64 },
+    /// In the storage of a passed input: a managed or a static one.
+    Input { input: usize, offset: u64, bytes: u64 },
+    /// In the storage of an input bound at registration.
+    Bound(WeakTensor<D>),
+    /// Memory outside of the pool that the closure returned of its own.
+    Constant(Tensor<D>),
+}
+
+/// Bits of one ancestor's mask.
+pub(super) struct DeadBits {
+    pub(super) live: Arc<LiveMask>,
+    pub(super) word: usize,
+    pub(super) bits: u64,
+}
+
+/// An ancestor's output that died during the recording.
+pub(super) struct Consumed<D: Device> {
+    pub(super) storage: Arc<Storage<D>>,
+    /// The passed inputs that lie in it.
+    pub(super) inputs: SmallVec<[usize; 2]>,
+}

@@ -1,0 +1,93 @@
+//! What a run gives back.
+
+use std::fmt;
+use std::ops::Deref;
+use std::panic::Location;
+
+use smallvec::SmallVec;
+
+use super::node::NodeId;
+use crate::device::Device;
+use crate::error::Phase;
+use crate::storage::Tensor;
+
+/// The outputs of a run, in the order in which the function returned them. Up to four need no heap.
+pub struct Outputs<D: Device> {
+    tensors: SmallVec<[Tensor<D>; 4]>,
+    phase: Phase,
+    node: Option<NodeId>,
+}
+
+impl<D: Device> Outputs<D> {
+    /// No outputs: to be filled by [`GraphTrees::run_into`](crate::GraphTrees::run_into).
+    #[must_use]
+    pub fn new() -> Self {
+        Outputs { tensors: SmallVec::new(), phase: Phase::Replay, node: None }
+    }
+
+    /// What the run did.
+    #[must_use]
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// The node that was recorded or replayed; `None` after a warmup.
+    #[must_use]
+    pub fn node(&self) -> Option<NodeId> {
+        self.node
+    }
+
+    /// Drops the outputs and keeps the room.
+    pub fn clear(&mut self) {
+        self.tensors.clear();
+    }
+
+    /// Takes the only output out. `None` where there are none or several.
+    #[must_use]
+    pub fn only(mut self) -> Option<Tensor<D>> {
+        if self.tensors.len() == 1 { self.tensors.pop() } else { None }
+    }
+
+    pub(super) fn begin(&mut self, phase: Phase, node: Option<NodeId>) {
+        self.tensors.clear();
+        (self.phase, self.node) = (phase, node);
+    }
+
+    pub(super) fn push(&mut self, tensor: Tensor<D>) {
+        self.tensors.push(tensor);
+    }
+
+    pub(super) fn hand_out(&mut self, phase: Phase, node: Option<NodeId>, tensors: Vec<Tensor<D>>, at: &'static Location<'static>) {
+        self.begin(phase, node);
+        self.tensors.extend(tensors.into_iter().map(|t| t.remade_at(at)));
+    }
+}
+
+impl<D: Device> Default for Outputs<D> {
+    fn default() -> Self {
+        Outputs::new()
+    }
+}
+
+impl<D: Device> Deref for Outputs<D> {
+    type Target = [Tensor<D>];
+
+    fn deref(&self) -> &[Tensor<D>] {
+        &self.tensors
+    }
+}
+
+impl<D: Device> IntoIterator for Outputs<D> {
+    type Item = Tensor<D>;
+    type IntoIter = smallvec::IntoIter<[Tensor<D>; 4]>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.tensors.into_iter()
+    }
+}
+
+impl<D: Device> fmt::Debug for Outputs<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Outputs").field("phase", &self.phase).field("node", &self.node).field("tensors", &self.tensors).finish()
+    }
+}

@@ -1,0 +1,140 @@
+//! The path: the runs since the tree was last empty, how generations end on it, and how the pool's books catch up with it.
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use tracing::debug_span;
+
+use super::generation::Generations;
+use super::node::Node;
+use super::{Inner, NodeKey, State};
+use crate::device::Device;
+use crate::error::Result;
+use crate::pool::{Adopt, Tag, Unclaimed};
+use crate::storage::{LiveMask, Storage};
+
+/// One run on the path.
+pub(super) struct Entry<D: Device> {
+    pub(super) generation: u64,
+    pub(super) run: Run<D>,
+}
+
+pub(super) enum Run<D: Device> {
+    /// A recorded node; whether its graph was recorded in this run, or replayed.
+    Node { node: NodeKey, replayed: bool },
+    /// A warmup, which leaves no node.
+    Warm(Box<Warm<D>>),
+}
+
+/// What a warmup handed out.
+pub(super) struct Warm<D: Device> {
+    pub(super) function: Arc<str>,
+    pub(super) slots: Box<[Arc<Storage<D>>]>,
+    pub(super) live: Arc<LiveMask>,
+}
+
+impl<D: Device> State<D> {
+    pub(super) fn live_of<'a>(&'a self, entry: &'a Entry<D>) -> &'a Arc<LiveMask> {
+        match &entry.run {
+            Run::Node { node, .. } => &self.nodes[*node].live,
+            Run::Warm(warm) => &warm.live,
+        }
+    }
+
+    /// The output storages of an entry, by bit.
+    pub(super) fn slot(&self, entry: &Entry<D>, bit: usize) -> Arc<Storage<D>> {
+        match &entry.run {
+            Run::Node { node, .. } => self.nodes[*node].slots[bit].0.clone(),
+            Run::Warm(warm) => warm.slots[bit].clone(),
+        }
+    }
+
+    /// The node at the path's end, unless the path is empty or ends in a warmup.
+    pub(super) fn tip(&self) -> Option<NodeKey> {
+        match self.path.last()?.run {
+            Run::Node { node, .. } => Some(node),
+            Run::Warm(_) => None,
+        }
+    }
+
+    /// Whether a warmup ends the path: only warmups can follow.
+    pub(super) fn tip_is_warm(&self) -> bool {
+        matches!(self.path.last(), Some(Entry { run: Run::Warm(_), .. }))
+    }
+
+    /// Whether the last run was a warmup or a recording: then a dead path ends at once, as it would have at the next recording.
+    pub(super) fn tip_is_exact(&self) -> bool {
+        !matches!(self.path.last(), None | Some(Entry { run: Run::Node { replayed: true, .. }, .. }))
+    }
+
+    /// Whether somebody holds an output of the path.
+    pub(super) fn path_is_live(&self) -> bool {
+        self.path.iter().any(|entry| self.live_of(entry).any())
+    }
+
+    /// How many output storages of the path are held.
+    pub(super) fn path_live(&self) -> usize {
+        self.path.iter().map(|entry| self.live_of(entry).count()).sum()
+    }
+
+    /// Forgets a path of which nothing is held. Its books are empty then, and so exact.
+    pub(super) fn end_path(&mut self) {
+        self.path.clear();
+        self.books_exact = true;
+    }
+
+    /// Ends the generations on the path whose tokens were dropped: what is held of them goes stale. Costs what is held, and a look at each run.
+    pub(super) fn retire(&mut self, generations: &Generations, ended: u64, by: &Arc<str>, at: &'static Location<'static>) {
+        self.seen_ended = ended;
+        let mut open = 0;
+        for entry in &self.path {
+            if generations.is_open(entry.generation) {
+                open += 1;
+                continue;
+            }
+            let live = self.live_of(entry);
+            for index in 0..live.words() {
+                let mut word = live.word(index);
+                while word != 0 {
+                    let bit = index * 64 + word.trailing_zeros() as usize;
+                    word &= word - 1;
+                    self.slot(entry, bit).invalidate(by, at);
+                }
+            }
+        }
+        if open == 0 {
+            self.end_path();
+        }
+    }
+}
+
+impl<D: Device> Inner<D> {
+    /// Makes the pool's books say what is held of the path now: restores the tip's checkpoint, and lets the storages that are held own their
+    /// blocks again. Does nothing where the books are exact.
+    pub(super) fn catch_up(&self, state: &mut State<D>, stream: &D::Stream) -> Result<()> {
+        if state.books_exact {
+            return Ok(());
+        }
+        let Some(tip) = state.tip() else { return Ok(()) };
+        let node = &state.nodes[tip];
+        let span = debug_span!("restore", node = node.id.0);
+        let _entered = span.enter();
+        self.adopt_held(node, stream)?;
+        state.books_exact = true;
+        state.counts.restores += 1;
+        Ok(())
+    }
+
+    /// Restores a node's checkpoint, adopting the outputs that are held.
+    fn adopt_held(&self, node: &Node<D>, stream: &D::Stream) -> Result<()> {
+        let held: Vec<_> = node.saved.iter().filter(|(storage, _)| storage.owners() > 0).collect();
+        let adopt: Vec<Adopt> = held.iter().map(|(storage, block)| Adopt { saved: *block, tag: Tag(storage.id().0) }).collect();
+        let restored = self.pool.restore_blocks(stream, &node.checkpoint, &adopt, Unclaimed::Free)?;
+        for ((storage, _), block) in held.into_iter().zip(restored.adopted) {
+            if storage.block() != Some(block) {
+                self.pool.let_go(storage.adopt(block, stream.clone()));
+            }
+        }
+        Ok(())
+    }
+}

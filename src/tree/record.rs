@@ -1,0 +1,298 @@
+//! Recording: a function is captured in the memory state that the path left, and becomes a node.
+//!
+//! Until the graph has been launched, the way back is open: a checkpoint of the pool from before, and what it takes to bring given
+//! inputs back. A capture executes nothing, so whatever it did to the books can be undone without a trace.
+
+use std::sync::{Arc, MutexGuard};
+
+use smallvec::SmallVec;
+use tracing::{debug_span, warn};
+
+use super::args::Arg;
+use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
+use super::node::{Consumed, DeadBits, Node, NodeId};
+use super::outputs::Outputs;
+use super::path::{Entry, Run};
+use super::{Inner, State};
+use crate::allocator::Born;
+use crate::device::{CaptureMode, CaptureStatus, Device, DeviceError, GraphInfo};
+use crate::error::{BoxError, Error, Phase, Result};
+use crate::pool::{Adopt, Checkpoint, Tag, Unclaimed};
+use crate::storage::{Storage, Tensor};
+
+/// Why there is no recording.
+enum Undone {
+    /// The capture failed for its own reasons: the call is answered eagerly.
+    Capture(Error),
+    /// The caller hears of it.
+    Call(Error),
+    /// The closure panicked.
+    Panic(Box<dyn std::any::Any + Send>),
+}
+
+/// A graph that was captured and launched, and what there is to say of it.
+struct Recorded<D: Device> {
+    exec: D::Exec,
+    info: GraphInfo,
+    placed: Placed<D>,
+    sorted: Sorted<D>,
+    given: Vec<Given<D>>,
+    outputs: Vec<Tensor<D>>,
+}
+
+impl<D: Device> Inner<D> {
+    /// Records the call's function below the tip and launches it. An error leaves stream, routing, pool, path and given inputs as they were.
+    pub(super) fn record<'s>(&'s self, mut state: MutexGuard<'s, State<D>>, mut call: Call<'_, '_, D>, out: &mut Outputs<D>) -> Result<()> {
+        let span = debug_span!("record", function = %call.name);
+        let entered = span.enter();
+        self.order(&mut state, call.stream)?;
+        self.catch_up(&mut state, call.stream)?;
+        let before: Vec<SmallVec<[u64; 2]>> = state.path.iter().map(|e| words(state.live_of(e))).collect();
+        let (mut state, recorded) = self.capture(state, &mut call);
+        match recorded {
+            Ok(recorded) => {
+                self.commit(&mut state, &call, &before, recorded, out);
+                call.give_up();
+                Ok(())
+            }
+            Err(Undone::Call(error)) => Err(error),
+            Err(Undone::Panic(panic)) => {
+                drop(state);
+                std::panic::resume_unwind(panic);
+            }
+            Err(Undone::Capture(error)) => {
+                warn!(function = %call.name, %error, "the capture failed; the call is answered eagerly");
+                state.counts.failed_captures += 1;
+                state.last_failure = Some(error);
+                drop(entered);
+                self.warmup(state, call, out)
+            }
+        }
+    }
+
+    /// Captures, instantiates and launches; undoes everything on any error.
+    fn capture<'s>(&'s self, state: MutexGuard<'s, State<D>>, call: &mut Call<'_, '_, D>) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
+        let device = self.allocator.device();
+        let way_back = self.pool.checkpoint_blocks();
+        let born = Born::new();
+        let serial = self.allocator.enter_capture(&self.stream);
+        if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
+            self.allocator.leave_capture(serial);
+            return (state, Err(Undone::Capture(error.into())));
+        }
+        let mut placed = match self.place(&state, call, &born) {
+            Ok(placed) => placed,
+            Err(error) => {
+                self.abandon(serial);
+                return (state, Err(Undone::Call(error)));
+            }
+        };
+        if let Err(error) = self.copy_in(&placed) {
+            self.abandon(serial);
+            return (state, Err(Undone::Capture(error.into())));
+        }
+        let body = state.functions[call.function].body.clone();
+        let (inputs, given) = self.hand_in(call, std::mem::take(&mut placed.slots), std::mem::take(&mut placed.bound));
+        let (state, outcome) = self.unlocked(state, || self.call_body(&body, inputs, Phase::Record, &born));
+        let storages = born.storages();
+        let ended = match outcome {
+            Outcome::Returned(outputs) => self.finish(&state, call, &mut placed, &storages, outputs, serial),
+            Outcome::Failed(source) => {
+                let broken = self.capture_broke(&source);
+                self.abandon(serial);
+                let error = Error::Function { function: call.name.clone(), phase: Phase::Record, source };
+                Err(if broken { Undone::Capture(error) } else { Undone::Call(error) })
+            }
+            Outcome::Panicked(panic) => {
+                self.abandon(serial);
+                Err(Undone::Panic(panic))
+            }
+        };
+        match ended {
+            Ok((exec, info, sorted, outputs)) => (state, Ok(Recorded { exec, info, placed, sorted, given, outputs })),
+            Err(undone) => {
+                self.drop_survivors(call, &storages);
+                let undone = match self.roll_back(call, &way_back, given) {
+                    Ok(()) => undone,
+                    Err(error) => Undone::Call(error),
+                };
+                (state, Err(undone))
+            }
+        }
+    }
+
+    /// From the closure's return to the first launch.
+    #[allow(clippy::type_complexity)] // the parts of `Recorded` that are made here
+    fn finish(
+        &self,
+        state: &State<D>,
+        call: &Call<'_, '_, D>,
+        placed: &mut Placed<D>,
+        born: &[Arc<Storage<D>>],
+        outputs: Vec<Tensor<D>>,
+        serial: u64,
+    ) -> Result<(D::Exec, GraphInfo, Sorted<D>, Vec<Tensor<D>>), Undone> {
+        let device = self.allocator.device();
+        let sorted = self.sort_outputs(&state.functions[call.function], call, Phase::Record, &mut placed.specs, &outputs, born);
+        let sorted = match sorted {
+            Ok(sorted) => sorted,
+            Err(error) => {
+                self.abandon(serial);
+                return Err(Undone::Call(error));
+            }
+        };
+        let ended = device.end_capture(&self.stream);
+        self.allocator.leave_capture(serial);
+        let capture = |error: DeviceError| Undone::Capture(error.into());
+        let template = ended.map_err(capture)?;
+        let info = device.graph_info(&template).map_err(capture)?;
+        if info.memory > 0 {
+            return Err(Undone::Capture(Error::MemoryNodes(info)));
+        }
+        let exec = device.instantiate(&template).map_err(capture)?;
+        device.launch_graph(&exec, call.stream, &placed.sources).map_err(|error| Undone::Call(error.into()))?;
+        Ok((exec, info, sorted, outputs))
+    }
+
+    /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more.
+    fn abandon(&self, serial: u64) {
+        if let Err(error) = self.allocator.device().end_capture(&self.stream) {
+            tracing::debug!(%error, "an abandoned capture ended with an error");
+        }
+        self.allocator.leave_capture(serial);
+    }
+
+    /// Whether a closure's error comes from the capture: the device refused something because it captures.
+    fn capture_broke(&self, source: &BoxError) -> bool {
+        let refused = match source.downcast_ref::<Error>() {
+            Some(Error::Device(error)) => error.is_capture(),
+            Some(_) => false,
+            None => source.downcast_ref::<DeviceError>().is_some_and(DeviceError::is_capture),
+        };
+        refused || matches!(self.allocator.device().capture_status(&self.stream), Ok(CaptureStatus::Invalidated))
+    }
+
+    /// Brings back what was given and died inside: the pool's state from before, and a handle in the caller's hands for each.
+    fn roll_back(&self, call: &mut Call<'_, '_, D>, way_back: &Checkpoint, given: Vec<Given<D>>) -> Result<()> {
+        let mut adopt: Vec<Adopt> = Vec::new();
+        let mut died: Vec<Arc<Storage<D>>> = Vec::new();
+        for g in &given {
+            if let Some(block) = g.block
+                && g.storage.owners() == 0
+                && !died.iter().any(|s| Arc::ptr_eq(s, &g.storage))
+            {
+                adopt.push(Adopt { saved: block, tag: Tag(g.storage.id().0) });
+                died.push(g.storage.clone());
+            }
+        }
+        if !died.is_empty() {
+            let restored = self.pool.restore_blocks(call.stream, way_back, &adopt, Unclaimed::Free)?;
+            for (storage, block) in died.iter().zip(restored.adopted) {
+                // The handle is made below: until then the storage is held by this owner.
+                if storage.resurrect().is_some() {
+                    storage.adopt(block, call.stream.clone());
+                }
+            }
+        }
+        for g in given {
+            g.storage.hand_over(call.stream);
+            let first = died.iter().position(|s| Arc::ptr_eq(s, &g.storage));
+            let counted = match first {
+                Some(index) => {
+                    died.swap_remove(index);
+                    true
+                }
+                None => g.storage.retain_if_held(g.stamp),
+            };
+            if counted {
+                call.args[g.input] = Arg::Give(Tensor::counted(g.storage, g.stamp, g.offset, g.bytes, g.made_at));
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the node. Nothing here can fail.
+    fn commit(&self, state: &mut State<D>, call: &Call<'_, '_, D>, before: &[SmallVec<[u64; 2]>], recorded: Recorded<D>, out: &mut Outputs<D>) {
+        let Recorded { exec, info, placed, sorted, given, outputs } = recorded;
+        let mut must_be_dead = Vec::new();
+        let mut consumed = Vec::new();
+        for (entry, before) in state.path.iter().zip(before) {
+            let live = state.live_of(entry);
+            let all = state.all_bits(entry);
+            for (word, (before, all)) in before.iter().zip(all).enumerate() {
+                let dead = all & !before;
+                if dead != 0 {
+                    must_be_dead.push(DeadBits { live: live.clone(), word, bits: dead });
+                }
+                let mut died = before & !live.word(word);
+                while died != 0 {
+                    let storage = state.slot(entry, word * 64 + died.trailing_zeros() as usize);
+                    died &= died - 1;
+                    consumed.push(Consumed { inputs: given_in(&given, &storage), storage });
+                }
+            }
+        }
+        let live = self.settle(call.name, &sorted, call.stream);
+        let variant = (call.function, call.variant);
+        let parent = state.tip();
+        let id = NodeId(state.counts.recordings);
+        state.counts.recordings += 1;
+        // With the books exact, what is held owns its block.
+        let held = |storage: Arc<Storage<D>>| storage.block().map(|block| (storage, block));
+        let mut saved: Vec<_> = Vec::new();
+        for entry in &state.path {
+            let live = state.live_of(entry);
+            for word in 0..live.words() {
+                let mut bits = live.word(word);
+                while bits != 0 {
+                    saved.extend(held(state.slot(entry, word * 64 + bits.trailing_zeros() as usize)));
+                    bits &= bits - 1;
+                }
+            }
+        }
+        saved.extend(sorted.slots.iter().filter_map(|(storage, _)| held(storage.clone())));
+        let node = state.nodes.insert(Node {
+            id,
+            variant,
+            parent,
+            depth: state.path.len(),
+            children: SmallVec::new(),
+            inputs: placed.specs.into(),
+            must_be_dead: must_be_dead.into(),
+            consumed: consumed.into(),
+            outputs: sorted.specs.into(),
+            slots: sorted.slots.into(),
+            live,
+            exec,
+            info,
+            checkpoint: self.pool.checkpoint_blocks(),
+            saved: saved.into(),
+            sources: placed.sources,
+        });
+        match parent {
+            Some(parent) => state.nodes[parent].children.push((variant, node)),
+            None => {
+                state.functions[call.function].variants[call.variant].roots.push(node);
+                state.roots.push(node);
+            }
+        }
+        state.path.push(Entry { generation: call.generation, run: Run::Node { node, replayed: false } });
+        state.functions[call.function].variants[call.variant].warm = true;
+        out.hand_out(Phase::Record, Some(id), outputs, call.at);
+    }
+}
+
+fn words(live: &crate::storage::LiveMask) -> SmallVec<[u64; 2]> {
+    (0..live.words()).map(|index| live.word(index)).collect()
+}
+
+impl<D: Device> State<D> {
+    /// The bits of all output storages of an entry.
+    fn all_bits(&self, entry: &Entry<D>) -> SmallVec<[u64; 2]> {
+        let slots = match &entry.run {
+            Run::Node { node, .. } => self.nodes[*node].slots.len(),
+            Run::Warm(warm) => warm.slots.len(),
+        };
+        (0..slots.div_ceil(64)).map(|word| if slots - word * 64 >= 64 { u64::MAX } else { (1 << (slots - word * 64)) - 1 }).collect()
+    }
+}
