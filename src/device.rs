@@ -221,10 +221,17 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     fn load(&self, kernel: &Kernel) -> Result<Self::Function>;
 
     /// Launches a kernel. The arguments are copied at the call.
-    fn launch(&self, stream: &Self::Stream, function: &Self::Function, config: LaunchConfig, args: &[KernelArg]) -> Result<()>;
+    fn launch(
+        &self,
+        stream: &Self::Stream,
+        function: &Self::Function,
+        config: LaunchConfig,
+        args: &[KernelArg],
+    ) -> Result<()>;
 
     /// Copies within the device. Zero bytes: nothing is enqueued. The ranges must not overlap.
-    fn copy(&self, stream: &Self::Stream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()>;
+    fn copy(&self, stream: &Self::Stream, dst: DevicePtr, src: DevicePtr, bytes: u64)
+    -> Result<()>;
 
     /// Sets each byte of a range.
     fn fill(&self, stream: &Self::Stream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()>;
@@ -238,7 +245,12 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Copies `sources[i]` into `slots[i]` for all `i`, as one piece of work. Captured, it is the one node whose
     /// sources can be set anew at a launch; a graph holds at most one.
-    fn gather(&self, stream: &Self::Stream, slots: &[GatherSlot], sources: &[DevicePtr]) -> Result<()>;
+    fn gather(
+        &self,
+        stream: &Self::Stream,
+        slots: &[GatherSlot],
+        sources: &[DevicePtr],
+    ) -> Result<()>;
 
     // ---- graphs ---------------------------------------------------------------------------------
 
@@ -261,5 +273,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Launches an executable. `sources` are the addresses that its gather node reads, in the order of the slots
     /// (empty where it has none); they are taken at the call, so a launch in flight keeps its own.
     /// Returns at once; allocates nothing on the host in steady state.
-    fn launch_graph(&self, exec: &Self::Exec, stream: &Self::Stream, sources: &[DevicePtr]) -> Result<()>;
+    fn launch_graph(
+        &self,
+        exec: &Self::Exec,
+        stream: &Self::Stream,
+        sources: &[DevicePtr],
+    ) -> Result<()>;
 }

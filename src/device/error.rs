@@ -114,7 +114,12 @@ pub struct DeviceError {
 impl DeviceError {
     /// An error without a fault.
     pub fn new(call: Call, code: Code, detail: impl Into<String>) -> Self {
-        DeviceError { call, code, detail: detail.into(), fault: None }
+        DeviceError {
+            call,
+            code,
+            detail: detail.into(),
+            fault: None,
+        }
     }
 
     /// Whether the error says that a capture broke or was misused, whatever the call.
@@ -129,9 +134,11 @@ impl DeviceError {
 pub struct Fault {
     /// The kernel's name, or the operation's (`copy`, `fill`, `gather`).
     pub kernel: String,
-    /// The address as `segment+offset`, where segments are the device's mapped ranges in order of their mapping.
+    /// The first address that it may not touch, as `S<k>+<offset>` in bytes, where `S<k>` is the `k`-th range that was
+    /// mapped (from 0); `R<k>+<offset>` in the `k`-th reservation where nothing is mapped, and the number itself outside of any.
+    /// For faults that are about no address: which argument, or what the panic said.
     pub address: String,
-    /// How many bytes it wanted there.
+    /// How many bytes it wanted from there on.
     pub bytes: u64,
     /// Why it may not.
     pub reason: FaultReason,
@@ -146,6 +153,8 @@ pub enum FaultReason {
     NotLive,
     /// The kernel was called with other arguments than it takes.
     BadArgument,
+    /// The kernel's body on the simulated device panicked.
+    Panicked,
 }
 
 impl fmt::Display for Fault {
@@ -153,9 +162,22 @@ impl fmt::Display for Fault {
         let why = match self.reason {
             FaultReason::Unmapped => "nothing is mapped there",
             FaultReason::NotLive => "it has no owner (freed, or never allocated)",
-            FaultReason::BadArgument => "the arguments do not fit the kernel",
+            FaultReason::BadArgument => {
+                return write!(
+                    f,
+                    "{}: {}: it does not fit the kernel",
+                    self.kernel, self.address
+                );
+            }
+            FaultReason::Panicked => {
+                return write!(f, "{} panicked: {}", self.kernel, self.address);
+            }
         };
-        write!(f, "{} touched {} B at {}: {why}", self.kernel, self.bytes, self.address)
+        write!(
+            f,
+            "{} touched {} B at {}: {why}",
+            self.kernel, self.bytes, self.address
+        )
     }
 }
 

@@ -1,0 +1,667 @@
+//! The simulated device: real bytes at real addresses, the driver's rules, schedules drawn from a seed.
+//!
+//! * **Memory** is mapped under reserved addresses, and sparse. What was never written reads as `0xCD`; what died and was made
+//!   live again reads as `0xDB` until it is written. Touching memory that is not mapped or not live is a fault, which names the
+//!   kernel and the place.
+//! * **Work** runs when somebody waits (or asks: each query makes a step), in an order drawn from the seed among all streams,
+//!   and among the branches of a graph. The same calls with the same seed run in the same order. Queues have no
+//!   bound, so whoever launches forever must wait now and then.
+//! * **Captures** follow the rules that the driver of an H200 gave, code for code.
+//! * **Faults are sticky**, as on a GPU, where they cost the context: what is queued never runs (marks are still applied), and
+//!   each later call that can fail gives the fault again, but for `unmap`, `release` and the drops, so that memory
+//!   can be taken down, and `end_capture`, which ends the capture first. [`HostDevice::clear_fault`] has no counterpart in CUDA.
+//!
+//! A kernel's host body, or a host function, that calls back into its device gets an error ([`Code::Other`] 800, not permitted).
+
+mod capture;
+mod contents;
+mod context;
+mod driver;
+mod gate;
+mod graph;
+mod handles;
+mod liveness;
+mod mapping;
+mod memory;
+mod schedule;
+mod state;
+mod stream;
+mod work;
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use self::gate::Gate;
+use self::graph::Plan;
+use self::handles::StreamHandle;
+pub use self::handles::{HostEvent, HostExec, HostFunction, HostGraph, HostStream};
+use self::memory::Memory;
+use self::state::State;
+use self::stream::{Record, StreamKey};
+pub use self::work::HostBuffer;
+use self::work::{Body, Work};
+use super::{
+    Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, Fault,
+    GatherSlot, GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
+};
+
+/// What handles and devices share.
+struct Inner {
+    state: Mutex<State>,
+    gate: Arc<Gate>,
+    default_stream: StreamKey,
+    seed: u64,
+    granularity: u64,
+}
+
+/// A device made of host memory; see the [module](self). Clones are the same device.
+#[derive(Clone)]
+pub struct HostDevice {
+    inner: Arc<Inner>,
+}
+
+/// Chooses what a [`HostDevice`] is like.
+#[derive(Clone, Debug)]
+pub struct HostBuilder {
+    seed: u64,
+    memory: u64,
+    granularity: u64,
+}
+
+/// What a device holds and has done, for tests that look for leaks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostCounts {
+    /// Kernel launches accepted, captured ones included.
+    pub launches: u64,
+    /// Graph launches accepted.
+    pub graph_launches: u64,
+    /// Kernels that ran to their end.
+    pub kernels_run: u64,
+    /// Bytes of physical memory in use.
+    pub mapped_bytes: u64,
+    /// Ranges that have memory.
+    pub mapped_ranges: usize,
+    /// Ranges of addresses reserved.
+    pub reserved_ranges: usize,
+    /// Streams that are alive or have work queued, the default stream not included.
+    pub streams: usize,
+    /// Events alive.
+    pub events: usize,
+    /// Captures underway.
+    pub captures: usize,
+    /// Captured graphs alive.
+    pub graphs: usize,
+    /// Executables alive.
+    pub execs: usize,
+}
+
+impl HostBuilder {
+    /// What the schedule is drawn from. Default: 0.
+    #[must_use]
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// How much physical memory there is, in bytes. Default: 64 GiB, of which the host spends what is written.
+    #[must_use]
+    pub fn memory(mut self, bytes: u64) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    /// What mapped sizes and addresses are multiples of, in bytes: a power of two, at least the host's page. Default: 2 MiB.
+    #[must_use]
+    pub fn granularity(mut self, bytes: u64) -> Self {
+        self.granularity = bytes;
+        self
+    }
+
+    /// The device.
+    ///
+    /// # Errors
+    /// [`Code::InvalidValue`] where the granularity cannot be had.
+    pub fn build(self) -> Result<HostDevice> {
+        let page = rustix::param::page_size() as u64;
+        if !self.granularity.is_power_of_two() || self.granularity < page {
+            let detail = format!(
+                "a granularity of {} B is asked for; it must be a power of two, and at least {page} B",
+                self.granularity
+            );
+            return Err(DeviceError::new(
+                Call::Driver("cuInit"),
+                Code::InvalidValue,
+                detail,
+            ));
+        }
+        Ok(self.assemble())
+    }
+
+    fn assemble(self) -> HostDevice {
+        let gate = Arc::new(Gate::default());
+        let state = State::new(
+            Memory::new(self.memory, self.granularity),
+            self.seed,
+            gate.clone(),
+        );
+        let HostBuilder {
+            seed, granularity, ..
+        } = self;
+        let default_stream = state.default_stream;
+        HostDevice {
+            inner: Arc::new(Inner {
+                state: Mutex::new(state),
+                gate,
+                default_stream,
+                seed,
+                granularity,
+            }),
+        }
+    }
+}
+
+impl Default for HostDevice {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for HostDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostDevice(seed {})", self.inner.seed)
+    }
+}
+
+impl HostDevice {
+    /// A device with 64 GiB of memory, a granularity of 2 MiB (as CUDA's) and seed 0.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::builder().assemble()
+    }
+
+    /// A device of another kind than [`new`](HostDevice::new) gives.
+    #[must_use]
+    pub fn builder() -> HostBuilder {
+        // A granularity that some host's page exceeds would be refused by `map`, with words.
+        HostBuilder {
+            seed: 0,
+            memory: 64 << 30,
+            granularity: 2 << 20,
+        }
+    }
+
+    /// What the schedule is drawn from.
+    #[must_use]
+    pub fn seed(&self) -> u64 {
+        self.inner.seed
+    }
+
+    /// What the device holds and has done.
+    #[must_use]
+    pub fn counts(&self) -> HostCounts {
+        let Ok(state) = self.lock(Call::Driver("counts")) else {
+            return HostCounts::default();
+        };
+        HostCounts {
+            launches: state.accepted.launches,
+            graph_launches: state.accepted.graph_launches,
+            kernels_run: state.world.kernels_run,
+            mapped_bytes: state.world.memory.mapped_bytes(),
+            mapped_ranges: state.world.memory.mapped_ranges(),
+            reserved_ranges: state.world.memory.reserved_ranges(),
+            streams: state.streams.len() - 1,
+            events: state.events.len(),
+            captures: state.captures.len(),
+            graphs: state.graphs,
+            execs: state.execs.len(),
+        }
+    }
+
+    /// Lets a device that a fault stopped work again, with empty queues, and gives the fault. CUDA has no such call: there, the
+    /// context is lost.
+    pub fn clear_fault(&self) -> Option<Fault> {
+        let broken = self.lock(Call::Driver("clear_fault")).ok()?.broken.take()?;
+        broken.fault.map(|fault| *fault)
+    }
+
+    /// Takes the lock, unless this thread has it: a kernel's body cannot call its device.
+    fn lock(&self, call: Call) -> Result<MutexGuard<'_, State>> {
+        if self.inner.gate.is_inside() {
+            let detail = "a kernel's body or a host function calls the device that runs it; it may only use its context";
+            return Err(DeviceError::new(call, Code::Other(800), detail));
+        }
+        let mut state = self
+            .inner
+            .state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        state.settle();
+        Ok(state)
+    }
+
+    /// Takes the lock for a call that a stopped device refuses.
+    fn enter(&self, call: Call) -> Result<MutexGuard<'_, State>> {
+        let state = self.lock(call)?;
+        state.check_broken(call)?;
+        Ok(state)
+    }
+
+    /// The same for a call on a stream.
+    fn enter_on(
+        &self,
+        call: Call,
+        stream: &HostStream,
+    ) -> Result<(MutexGuard<'_, State>, StreamKey)> {
+        self.check_ours(call, "stream", &stream.0.device)?;
+        Ok((self.enter(call)?, stream.0.key))
+    }
+
+    fn check_ours(&self, call: Call, what: &str, device: &Arc<Inner>) -> Result<()> {
+        if Arc::ptr_eq(&self.inner, device) {
+            return Ok(());
+        }
+        Err(DeviceError::new(
+            call,
+            Code::InvalidValue,
+            format!("the {what} belongs to another device"),
+        ))
+    }
+
+    fn stream_handle(&self, key: StreamKey, id: u32) -> HostStream {
+        HostStream(Arc::new(StreamHandle {
+            device: self.inner.clone(),
+            key,
+            id,
+        }))
+    }
+
+    fn new_stream(&self, call: Call, blocking: bool) -> Result<HostStream> {
+        let (key, id) = self.enter(call)?.open_stream(blocking);
+        Ok(self.stream_handle(key, id))
+    }
+
+    /// An event's last record, for a call of the host that asks or waits for it.
+    fn enter_event(
+        &self,
+        call: Call,
+        event: &HostEvent,
+    ) -> Result<(MutexGuard<'_, State>, Record)> {
+        self.check_ours(call, "event", &event.device)?;
+        let mut state = self.enter(call)?;
+        let record = state.events[event.key].clone();
+        state.refuse_captured(call, &record)?;
+        state.refuse_unsafe(call)?;
+        Ok((state, record))
+    }
+}
+
+/// Refuses a range that two copies could not agree on.
+fn check_copy(call: Call, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+    if dst.0.abs_diff(src.0) < bytes {
+        let detail = format!(
+            "{bytes} B are copied onto themselves, {} B further; source and target must not overlap",
+            dst.0.abs_diff(src.0)
+        );
+        return Err(DeviceError::new(call, Code::InvalidValue, detail));
+    }
+    Ok(())
+}
+
+impl Device for HostDevice {
+    type Stream = HostStream;
+    type Event = HostEvent;
+    type Function = HostFunction;
+    type Graph = HostGraph;
+    type Exec = HostExec;
+
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo {
+            name: "simulated".into(),
+            ordinal: 0,
+        }
+    }
+
+    fn memory_info(&self) -> Result<MemoryInfo> {
+        Ok(self.enter(Call::MemoryInfo)?.world.memory.info())
+    }
+
+    fn granularity(&self) -> u64 {
+        self.inner.granularity
+    }
+
+    fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
+        self.enter(Call::Reserve)?
+            .world
+            .memory
+            .reserve(Call::Reserve, bytes)
+    }
+
+    fn release(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.lock(Call::Release)?
+            .world
+            .memory
+            .release(Call::Release, ptr, bytes)
+    }
+
+    fn map(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.enter(Call::Map)?
+            .world
+            .memory
+            .map(Call::Map, ptr, bytes, true)
+    }
+
+    fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.lock(Call::Unmap)?
+            .world
+            .memory
+            .unmap(Call::Unmap, ptr, bytes)
+    }
+
+    /// Marks on a device that a fault stopped, and on a stream whose capture is broken, are lost with everything else there.
+    /// A mark that is run when something else has been mapped at its range since leaves that alone; captured ones do not ask.
+    fn mark(&self, stream: &HostStream, ptr: DevicePtr, bytes: u64, mark: Mark) {
+        let call = Call::Driver("mark");
+        if let Ok((mut state, key)) = self.enter_on(call, stream)
+            && bytes > 0
+        {
+            let captured = state.streams[key].joined.is_some();
+            let before = if captured {
+                u32::MAX
+            } else {
+                state.world.memory.mappings()
+            };
+            let _ = state.submit(
+                call,
+                key,
+                Work::Mark {
+                    ptr,
+                    bytes,
+                    mark,
+                    before,
+                },
+            );
+        }
+    }
+
+    fn create_stream(&self) -> Result<HostStream> {
+        self.new_stream(Call::CreateStream, false)
+    }
+
+    fn default_stream(&self) -> HostStream {
+        self.stream_handle(self.inner.default_stream, 0)
+    }
+
+    fn stream_id(&self, stream: &HostStream) -> u32 {
+        stream.0.id
+    }
+
+    fn synchronize(&self, stream: &HostStream) -> Result<()> {
+        let call = Call::Synchronize;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.refuse_capturing(call, key, "a capturing stream cannot be waited for")?;
+        state.refuse_unsafe(call)?;
+        let end = state.end_of(key);
+        state.run_until(call, |state| state.reached(end))
+    }
+
+    fn synchronize_device(&self) -> Result<()> {
+        let call = Call::SynchronizeDevice;
+        let mut state = self.enter(call)?;
+        state.refuse_any_capture(call)?;
+        state.run_until(call, |state| state.busy.is_empty())
+    }
+
+    fn query(&self, stream: &HostStream) -> Result<bool> {
+        let call = Call::Query;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.refuse_capturing(call, key, "a capturing stream cannot be asked")?;
+        state.refuse_unsafe(call)?;
+        let end = state.end_of(key);
+        state.poll(call, |state| state.reached(end))
+    }
+
+    fn create_event(&self) -> Result<HostEvent> {
+        let key = self.enter(Call::CreateEvent)?.events.insert(Record::Never);
+        Ok(HostEvent {
+            device: self.inner.clone(),
+            key,
+        })
+    }
+
+    fn record(&self, event: &HostEvent, stream: &HostStream) -> Result<()> {
+        let call = Call::Record;
+        self.check_ours(call, "event", &event.device)?;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        let record = match state.captured_record(call, key)? {
+            Some(captured) => captured,
+            None => Record::Point(state.end_of(key)),
+        };
+        state.events[event.key] = record;
+        Ok(())
+    }
+
+    fn wait(&self, stream: &HostStream, event: &HostEvent) -> Result<()> {
+        let call = Call::Wait;
+        self.check_ours(call, "event", &event.device)?;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        let record = state.events[event.key].clone();
+        if !state.wait_captured(call, key, &record)?
+            && let Record::Point(point) = record
+        {
+            state.refuse_capturing(call, key, "the event was recorded outside of the capture")?;
+            state.enqueue(key, stream::Entry::Wait(point));
+        }
+        Ok(())
+    }
+
+    fn query_event(&self, event: &HostEvent) -> Result<bool> {
+        let call = Call::QueryEvent;
+        let (mut state, record) = self.enter_event(call, event)?;
+        let Record::Point(point) = record else {
+            return Ok(true);
+        };
+        state.poll(call, |state| state.reached(point))
+    }
+
+    fn synchronize_event(&self, event: &HostEvent) -> Result<()> {
+        let call = Call::SynchronizeEvent;
+        let (mut state, record) = self.enter_event(call, event)?;
+        let Record::Point(point) = record else {
+            return Ok(());
+        };
+        state.run_until(call, |state| state.reached(point))
+    }
+
+    fn load(&self, kernel: &Kernel) -> Result<HostFunction> {
+        let call = Call::Load;
+        let Some(run) = &kernel.host else {
+            let detail = format!(
+                "the kernel {} has no body for the simulated device; give it one with Kernel::host",
+                kernel.name
+            );
+            return Err(DeviceError::new(call, Code::NotFound, detail));
+        };
+        let mut state = self.enter(call)?;
+        let key = (
+            kernel.name.to_string(),
+            Arc::as_ptr(run).cast::<()>().addr(),
+        );
+        let body = || {
+            Arc::new(Body {
+                name: kernel.name.to_string(),
+                run: run.clone(),
+            })
+        };
+        Ok(HostFunction(
+            state.bodies.entry(key).or_insert_with(body).clone(),
+        ))
+    }
+
+    fn launch(
+        &self,
+        stream: &HostStream,
+        function: &HostFunction,
+        config: LaunchConfig,
+        args: &[KernelArg],
+    ) -> Result<()> {
+        let call = Call::Launch;
+        if config.grid.contains(&0) || config.block.contains(&0) {
+            let detail = format!(
+                "{} is launched with {config:?}; no extent may be 0",
+                function.0.name
+            );
+            return Err(DeviceError::new(call, Code::InvalidValue, detail));
+        }
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.submit(
+            call,
+            key,
+            Work::Kernel {
+                body: function.0.clone(),
+                config,
+                args: args.into(),
+            },
+        )?;
+        state.accepted.launches += 1;
+        Ok(())
+    }
+
+    fn copy(&self, stream: &HostStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::Copy, stream)?;
+        check_copy(Call::Copy, dst, src, bytes)?;
+        if bytes == 0 {
+            return state.admit(Call::Copy, key).map(drop);
+        }
+        state.submit(Call::Copy, key, Work::Copy { dst, src, bytes })
+    }
+
+    fn fill(&self, stream: &HostStream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::Fill, stream)?;
+        if bytes == 0 {
+            return state.admit(Call::Fill, key).map(drop);
+        }
+        state.submit(Call::Fill, key, Work::Fill { dst, value, bytes })
+    }
+
+    fn write(&self, stream: &HostStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::Write, stream)?;
+        state.refuse_pageable(Call::Write, key)?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        state.submit(
+            Call::Write,
+            key,
+            Work::Write {
+                dst,
+                src: src.into(),
+            },
+        )
+    }
+
+    fn read(&self, stream: &HostStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        let call = Call::Read;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.refuse_pageable(call, key)?;
+        state.refuse_unsafe(call)?;
+        if !dst.is_empty() {
+            state.submit(
+                call,
+                key,
+                Work::Read {
+                    src,
+                    bytes: dst.len(),
+                },
+            )?;
+        }
+        let end = state.end_of(key);
+        state.run_until(call, |state| state.reached(end))?;
+        if !dst.is_empty() {
+            dst.copy_from_slice(&state.world.read_back);
+        }
+        Ok(())
+    }
+
+    fn gather(
+        &self,
+        stream: &HostStream,
+        slots: &[GatherSlot],
+        sources: &[DevicePtr],
+    ) -> Result<()> {
+        let call = Call::Gather;
+        if slots.len() != sources.len() {
+            let detail = format!(
+                "{} sources are given for {} slots; give one for each",
+                sources.len(),
+                slots.len()
+            );
+            return Err(DeviceError::new(call, Code::InvalidValue, detail));
+        }
+        let (mut state, key) = self.enter_on(call, stream)?;
+        let capture = state.admit(call, key)?;
+        if slots.is_empty() {
+            return Ok(());
+        }
+        if let Some(capture) = capture {
+            state.claim_gather(call, capture)?;
+        }
+        state.submit(
+            call,
+            key,
+            Work::Gather {
+                slots: slots.into(),
+                sources: sources.into(),
+            },
+        )
+    }
+
+    fn begin_capture(&self, stream: &HostStream, mode: CaptureMode) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::BeginCapture, stream)?;
+        state.begin_capture(key, mode)
+    }
+
+    fn capture_status(&self, stream: &HostStream) -> Result<CaptureStatus> {
+        self.check_ours(Call::CaptureStatus, "stream", &stream.0.device)?;
+        self.lock(Call::CaptureStatus)?.capture_status(stream.0.key)
+    }
+
+    fn end_capture(&self, stream: &HostStream) -> Result<HostGraph> {
+        self.check_ours(Call::EndCapture, "stream", &stream.0.device)?;
+        let template = self.lock(Call::EndCapture)?.end_capture(stream.0.key)?;
+        Ok(HostGraph {
+            device: self.inner.clone(),
+            template,
+        })
+    }
+
+    fn graph_info(&self, graph: &HostGraph) -> Result<GraphInfo> {
+        Ok(graph.template.info())
+    }
+
+    fn instantiate(&self, graph: &HostGraph) -> Result<HostExec> {
+        let call = Call::Instantiate;
+        self.check_ours(call, "graph", &graph.device)?;
+        let mut state = self.enter(call)?;
+        state.refuse_unsafe(call)?;
+        if !graph.template.claim() {
+            let detail = "a graph with memory nodes can be made executable once, and it has been";
+            return Err(DeviceError::new(call, Code::NotSupported, detail));
+        }
+        let key = state.execs.insert(Arc::new(Plan::new(&graph.template)));
+        Ok(HostExec {
+            device: self.inner.clone(),
+            key,
+        })
+    }
+
+    fn launch_graph(
+        &self,
+        exec: &HostExec,
+        stream: &HostStream,
+        sources: &[DevicePtr],
+    ) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::LaunchGraph, stream)?;
+        self.check_ours(Call::LaunchGraph, "executable", &exec.device)?;
+        state.launch(Call::LaunchGraph, exec.key, key, sources)
+    }
+}

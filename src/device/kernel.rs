@@ -44,12 +44,19 @@ pub struct Kernel {
 impl Kernel {
     /// A kernel with no body yet.
     pub fn new(name: impl Into<Cow<'static, str>>) -> Self {
-        Kernel { name: name.into(), host: None, cuda: None }
+        Kernel {
+            name: name.into(),
+            host: None,
+            cuda: None,
+        }
     }
 
     /// With a body for the simulated device.
     #[must_use]
-    pub fn host(mut self, body: impl Fn(&mut dyn KernelContext) -> Result<(), Fault> + Send + Sync + 'static) -> Self {
+    pub fn host(
+        mut self,
+        body: impl Fn(&mut dyn KernelContext) -> Result<(), Fault> + Send + Sync + 'static,
+    ) -> Self {
         self.host = Some(Arc::new(body));
         self
     }
@@ -100,6 +107,10 @@ impl LaunchConfig {
     #[must_use]
     pub fn for_elements(n: u64) -> Self {
         let blocks = u32::try_from(n.div_ceil(256)).unwrap_or(u32::MAX).max(1);
-        LaunchConfig { grid: [blocks, 1, 1], block: [256, 1, 1], shared_bytes: 0 }
+        LaunchConfig {
+            grid: [blocks, 1, 1],
+            block: [256, 1, 1],
+            shared_bytes: 0,
+        }
     }
 }

@@ -1,0 +1,212 @@
+//! Captured graphs: the template, its executable form, and one launch's progress.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use petgraph::graph::{DiGraph, NodeIndex};
+use smallvec::SmallVec;
+
+use super::gate::{Deferred, Gate};
+use super::schedule::Rng;
+use super::stream::EventKey;
+use super::work::Work;
+use crate::device::{DevicePtr, GraphInfo};
+
+/// Work and its order, as captured.
+pub(super) type Dag = DiGraph<Work, ()>;
+
+/// Addresses that belong to a graph's own allocation; they go with the last of its graphs and executables.
+pub(super) struct GraphMemory {
+    pub(super) ptr: DevicePtr,
+    pub(super) bytes: u64,
+    pub(super) gate: Arc<Gate>,
+}
+
+impl Drop for GraphMemory {
+    fn drop(&mut self) {
+        self.gate.defer(Deferred::GraphMemory(self.ptr, self.bytes));
+    }
+}
+
+/// A captured graph.
+pub(super) struct Template {
+    pub(super) dag: Dag,
+    pub(super) memory: Vec<Arc<GraphMemory>>,
+    /// A graph with memory nodes can be made executable once.
+    pub(super) instantiated: AtomicBool,
+}
+
+impl Template {
+    pub(super) fn info(&self) -> GraphInfo {
+        let mut info = GraphInfo::default();
+        for work in self.dag.node_weights() {
+            match work.node_kind() {
+                Some("kernel") => info.kernels += 1,
+                Some("memcpy") => info.copies += 1,
+                Some("memset") => info.fills += 1,
+                Some("mem_alloc" | "mem_free") => info.memory += 1,
+                Some(_) => info.other += 1,
+                None => {}
+            }
+        }
+        info
+    }
+
+    /// Whether this may be made executable (now).
+    pub(super) fn claim(&self) -> bool {
+        let memory = self
+            .dag
+            .node_weights()
+            .any(|w| matches!(w, Work::Allocate { .. } | Work::Free { .. }));
+        !memory || !self.instantiated.swap(true, Ordering::Relaxed)
+    }
+}
+
+/// Its nodes by kind, as `kernel×2 memset×1`.
+impl fmt::Display for Template {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut counts = std::collections::BTreeMap::new();
+        for kind in self.dag.node_weights().filter_map(Work::node_kind) {
+            *counts.entry(kind).or_insert(0_usize) += 1;
+        }
+        if counts.is_empty() {
+            return f.write_str("no nodes");
+        }
+        for (i, (kind, count)) in counts.into_iter().enumerate() {
+            write!(f, "{}{kind}×{count}", if i == 0 { "" } else { " " })?;
+        }
+        Ok(())
+    }
+}
+
+/// One node of a plan.
+#[derive(Clone)]
+pub(super) struct PlanNode {
+    pub(super) work: Work,
+    /// How many nodes must be done before it.
+    before: u32,
+    after: SmallVec<[u32; 2]>,
+}
+
+/// What an executable runs. Launches in flight hold it, so changing the executable means making a new one.
+#[derive(Clone)]
+pub(super) struct Plan {
+    pub(super) nodes: Vec<PlanNode>,
+    /// Slots of the gather node: how many sources a launch brings.
+    pub(super) slots: usize,
+    /// Events of the nodes that wait for one, with the node's place.
+    pub(super) waits: Vec<(u32, EventKey)>,
+    /// Held for its drop.
+    #[allow(dead_code)]
+    memory: Vec<Arc<GraphMemory>>,
+}
+
+impl Plan {
+    pub(super) fn new(template: &Template) -> Self {
+        let dag = &template.dag;
+        let mut plan = Plan {
+            nodes: Vec::new(),
+            slots: 0,
+            waits: Vec::new(),
+            memory: template.memory.clone(),
+        };
+        for index in dag.node_indices() {
+            let work = dag[index].clone();
+            match &work {
+                Work::Gather { slots, .. } => plan.slots = slots.len(),
+                Work::WaitEvent(event) => plan.waits.push((plan.nodes.len() as u32, *event)),
+                _ => {}
+            }
+            let before = dag.neighbors_directed(index, petgraph::Incoming).count() as u32;
+            let after = dag
+                .neighbors(index)
+                .map(|next: NodeIndex| next.index() as u32)
+                .collect();
+            plan.nodes.push(PlanNode {
+                work,
+                before,
+                after,
+            });
+        }
+        plan
+    }
+
+    /// Whether another plan differs from this one in nothing but its nodes' parameters.
+    pub(super) fn same_shape(&self, other: &Plan) -> bool {
+        let same = |a: &PlanNode, b: &PlanNode| {
+            a.work.node_kind() == b.work.node_kind() && a.after == b.after && a.before == b.before
+        };
+        self.slots == other.slots
+            && self.nodes.len() == other.nodes.len()
+            && self.nodes.iter().zip(&other.nodes).all(|(a, b)| same(a, b))
+    }
+}
+
+/// How far the launch at a stream's head has come. One for each stream; its buffers are used again.
+#[derive(Default)]
+pub(super) struct Run {
+    started: bool,
+    left: usize,
+    pending: Vec<u32>,
+    ready: Vec<u32>,
+}
+
+impl Run {
+    /// Sets out on a launch, unless that was done before.
+    pub(super) fn start(&mut self, plan: &Plan) {
+        if self.started {
+            return;
+        }
+        self.started = true;
+        self.left = plan.nodes.len();
+        self.pending.clear();
+        self.pending
+            .extend(plan.nodes.iter().map(|node| node.before));
+        self.ready.clear();
+        self.ready.extend(
+            (0..)
+                .zip(&plan.nodes)
+                .filter(|(_, node)| node.before == 0)
+                .map(|(i, _)| i),
+        );
+    }
+
+    /// Whether nothing is left to run.
+    pub(super) fn is_over(&self) -> bool {
+        self.left == 0
+    }
+
+    /// Whether one of the nodes that may run is allowed.
+    pub(super) fn any(&self, allowed: impl Fn(u32) -> bool) -> bool {
+        self.left == 0 || self.ready.iter().any(|&node| allowed(node))
+    }
+
+    /// Draws one of the nodes that may run and are allowed.
+    pub(super) fn draw(&mut self, rng: &mut Rng, allowed: impl Fn(u32) -> bool) -> Option<u32> {
+        let choices = self.ready.iter().filter(|&&node| allowed(node)).count();
+        let chosen = rng.below(choices.max(1));
+        let place = (0..self.ready.len())
+            .filter(|&i| allowed(self.ready[i]))
+            .nth(chosen)?;
+        Some(self.ready.swap_remove(place))
+    }
+
+    /// Notes that a node is done; what waited for it alone may run.
+    pub(super) fn finish(&mut self, plan: &Plan, node: u32) {
+        self.left -= 1;
+        for &next in &plan.nodes[node as usize].after {
+            self.pending[next as usize] -= 1;
+            if self.pending[next as usize] == 0 {
+                self.ready.push(next);
+            }
+        }
+    }
+
+    /// Makes room for the next launch.
+    pub(super) fn reset(&mut self) {
+        self.started = false;
+        self.left = 0;
+        self.ready.clear();
+    }
+}
