@@ -179,10 +179,6 @@ impl<D: Device> Allocator<D> {
         &self.shared.device
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared<D>> {
-        &self.shared
-    }
-
     /// Allocates `bytes` for use on `stream`, from the pool that this thread or stream is routed to, else from the default pool.
     /// The bytes are undefined. Zero bytes give the empty tensor.
     ///

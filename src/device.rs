@@ -167,6 +167,12 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// every mode; waits for nothing. The bytes there are undefined, and live until marked otherwise.
     fn map(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
+    /// Tells the device at once, not in stream order, that a freshly mapped range is a pool's: nothing in it has an owner until it is marked
+    /// [`Live`](Mark::Live). A device without memory checks does nothing.
+    fn manage(&self, ptr: DevicePtr, bytes: u64) {
+        let _ = (ptr, bytes);
+    }
+
     /// Unmaps what one call of [`map`](Device::map) mapped. Waits for nothing: the caller has seen to it
     /// that no work in flight touches the range. A graph captured with the address keeps it, and
     /// runs again once something is mapped there.

@@ -3,6 +3,7 @@ pub mod allocator;
 pub mod device;
 mod error;
 mod graph;
+pub mod inspect;
 pub mod pool;
 mod storage;
 mod sync;

@@ -202,6 +202,11 @@ impl<D: Device> Storage<D> {
         self.word.retain(stamp);
     }
 
+    /// One more owner, if it has any in the generation `stamp`. Whether it had.
+    pub(crate) fn retain_if_held(&self, stamp: u64) -> bool {
+        self.word.retain_if_held(stamp)
+    }
+
     /// One owner less, if the handle's stamp is the storage's. The last one is the storage's death.
     fn release(&self, stamp: u64) {
         match self.word.release(stamp) {

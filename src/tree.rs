@@ -44,7 +44,7 @@ pub use generation::Step;
 pub use node::NodeId;
 pub use outputs::Outputs;
 pub use recorder::Recorder;
-pub use view::{Counts, FunctionView, NodeView, OutputView, TreeView};
+pub use view::{Counts, FunctionView, HeldView, InputView, NodeView, OutputView, TreeView};
 
 slotmap::new_key_type! {
     /// A function of a tree.

@@ -5,8 +5,8 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use crate::device::{Device, DevicePtr, Mark};
-use crate::error::{Error, Result};
-use crate::pool::{Adopt, Checkpoint, LiveBlock, LiveCheck, PoolConfig, PoolError, PoolSnapshot, PoolStats, Restored, SegmentId, Tag, Unclaimed};
+use crate::error::Result;
+use crate::pool::{Adopt, Allocation, Checkpoint, LiveBlock, LiveCheck, PoolConfig, PoolError, PoolSnapshot, PoolStats, Restored, SegmentId, Tag, Unclaimed};
 use crate::storage::{Source, Storage, Tensor};
 use crate::sync::lock;
 
@@ -148,9 +148,10 @@ impl<D: Device> PoolHandle<D> {
         let mut storages = Vec::with_capacity(adopt.len());
         for tensor in adopt {
             tensor.check()?;
-            let storage = tensor.storage().ok_or(PoolError::AdoptNotInCheckpoint { address: 0 })?;
+            let absent = PoolError::AdoptNotInCheckpoint { index: entries.len(), saved: Allocation::EMPTY };
+            let Some(storage) = tensor.storage() else { return Err(absent.into()) };
             let address = storage.ptr().0;
-            let saved = checkpoint.live.iter().find(|b| b.allocation.address() == address).ok_or(PoolError::AdoptNotInCheckpoint { address })?;
+            let Some(saved) = checkpoint.live.iter().find(|b| b.allocation.address() == address) else { return Err(absent.into()) };
             entries.push(Adopt { saved: saved.allocation, tag: Tag(storage.id().0) });
             storages.push(storage);
         }
@@ -181,7 +182,7 @@ impl<D: Device> PoolHandle<D> {
         let mut books = lock(&self.shared.books);
         let restored = books.pools[self.key].pool.restore(checkpoint, adopt, unclaimed)?;
         // An orphan may lie where an adopted block lies (the same bytes under another id): those bytes have an owner.
-        let taken = |a: crate::pool::Allocation| {
+        let taken = |a: Allocation| {
             restored.adopted.iter().any(|b| a.address() < b.address() + b.bytes() && b.address() < a.address() + a.bytes())
         };
         for block in restored.orphaned.iter().filter(|b| !taken(b.allocation)).chain(&restored.freed) {
@@ -194,18 +195,10 @@ impl<D: Device> PoolHandle<D> {
     }
 
     /// Gives back what a storage owned before it adopted another block: an orphan by now, so a no-op.
-    pub(crate) fn let_go(&self, old: Option<crate::pool::Allocation>) {
+    pub(crate) fn let_go(&self, old: Option<Allocation>) {
         if let Some(old) = old {
             lock(&self.shared.books).free(&self.shared.device, self.key, old, None, 0);
         }
-    }
-
-    pub(crate) fn live(&self) -> Vec<LiveBlock> {
-        with_pool(&self.shared, self.key, |p| p.live())
-    }
-
-    pub(crate) fn contains(&self, block: crate::pool::Allocation) -> bool {
-        with_pool(&self.shared, self.key, |p| p.contains(block))
     }
 
     pub(crate) fn alloc_at(&self, stream: &D::Stream, bytes: u64, made_at: &'static Location<'static>) -> Result<Tensor<D>> {

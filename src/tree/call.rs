@@ -249,7 +249,7 @@ impl<D: Device> Inner<D> {
     fn no_survivors(&self, name: &Arc<str>, phase: Phase, sorted: &Sorted<D>, born: &[Arc<Storage<D>>]) -> Result<()> {
         let kept: Vec<_> = born.iter().filter(|s| s.owners() > 0 && !sorted.slots.iter().any(|(slot, _)| Arc::ptr_eq(slot, s))).collect();
         let Some(first) = kept.first() else { return Ok(()) };
-        let place = self.pool.locate(first.ptr()).map_or_else(|| "?".to_owned(), |(segment, offset)| format!("{segment}+{offset}"));
+        let place = self.pool.locate(first.ptr()).map_or_else(|| "?".to_owned(), |(segment, offset)| format!("S{}+{offset}", segment.0));
         Err(Error::Untracked { function: name.clone(), phase, bytes: first.bytes(), place, at: first.made_at(), count: kept.len() })
     }
 

@@ -22,7 +22,6 @@ pub(super) struct Node<D: Device> {
     pub(super) id: NodeId,
     pub(super) variant: VariantKey,
     pub(super) parent: Option<NodeKey>,
-    pub(super) depth: usize,
     /// In order of creation.
     pub(super) children: SmallVec<[(VariantKey, NodeKey); 2]>,
     /// One for each passed input.

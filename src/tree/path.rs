@@ -42,11 +42,24 @@ impl<D: Device> State<D> {
     }
 
     /// The output storages of an entry, by bit.
-    pub(super) fn slot(&self, entry: &Entry<D>, bit: usize) -> Arc<Storage<D>> {
+    pub(super) fn slot<'a>(&'a self, entry: &'a Entry<D>, bit: usize) -> &'a Arc<Storage<D>> {
         match &entry.run {
-            Run::Node { node, .. } => self.nodes[*node].slots[bit].0.clone(),
-            Run::Warm(warm) => warm.slots[bit].clone(),
+            Run::Node { node, .. } => &self.nodes[*node].slots[bit].0,
+            Run::Warm(warm) => &warm.slots[bit],
         }
+    }
+
+    /// The output storages of an entry that are held, by bit.
+    pub(super) fn held<'a>(&'a self, entry: &'a Entry<D>) -> impl Iterator<Item = &'a Arc<Storage<D>>> {
+        let live = self.live_of(entry);
+        (0..live.words()).flat_map(move |index| {
+            let mut bits = live.word(index);
+            std::iter::from_fn(move || {
+                let bit = (bits != 0).then(|| bits.trailing_zeros() as usize)?;
+                bits &= bits - 1;
+                Some(self.slot(entry, index * 64 + bit))
+            })
+        })
     }
 
     /// The node at the path's end, unless the path is empty or ends in a warmup.
@@ -92,14 +105,8 @@ impl<D: Device> State<D> {
                 open += 1;
                 continue;
             }
-            let live = self.live_of(entry);
-            for index in 0..live.words() {
-                let mut word = live.word(index);
-                while word != 0 {
-                    let bit = index * 64 + word.trailing_zeros() as usize;
-                    word &= word - 1;
-                    self.slot(entry, bit).invalidate(by, at);
-                }
+            for storage in self.held(entry) {
+                storage.invalidate(by, at);
             }
         }
         if open == 0 {

@@ -228,7 +228,7 @@ impl<D: Device> Inner<D> {
                 while died != 0 {
                     let storage = state.slot(entry, word * 64 + died.trailing_zeros() as usize);
                     died &= died - 1;
-                    consumed.push(Consumed { inputs: given_in(&given, &storage), storage });
+                    consumed.push(Consumed { inputs: given_in(&given, storage), storage: storage.clone() });
                 }
             }
         }
@@ -238,24 +238,16 @@ impl<D: Device> Inner<D> {
         let id = NodeId(state.counts.recordings);
         state.counts.recordings += 1;
         // With the books exact, what is held owns its block.
-        let held = |storage: Arc<Storage<D>>| storage.block().map(|block| (storage, block));
+        let owned = |storage: &Arc<Storage<D>>| storage.block().map(|block| (storage.clone(), block));
         let mut saved: Vec<_> = Vec::new();
         for entry in &state.path {
-            let live = state.live_of(entry);
-            for word in 0..live.words() {
-                let mut bits = live.word(word);
-                while bits != 0 {
-                    saved.extend(held(state.slot(entry, word * 64 + bits.trailing_zeros() as usize)));
-                    bits &= bits - 1;
-                }
-            }
+            saved.extend(state.held(entry).filter_map(owned));
         }
-        saved.extend(sorted.slots.iter().filter_map(|(storage, _)| held(storage.clone())));
+        saved.extend(sorted.slots.iter().filter_map(|(storage, _)| owned(storage)));
         let node = state.nodes.insert(Node {
             id,
             variant,
             parent,
-            depth: state.path.len(),
             children: SmallVec::new(),
             inputs: placed.specs.into(),
             must_be_dead: must_be_dead.into(),

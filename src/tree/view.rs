@@ -3,8 +3,8 @@
 use super::node::{InputSpec, NodeId, OutputSpec};
 use super::path::Run;
 use super::{GraphTrees, NodeKey, State};
-use crate::allocator::PoolHandle;
-use crate::device::Device;
+use crate::allocator::{PoolHandle, PoolId};
+use crate::device::{Device, DevicePtr};
 use crate::error::{Error, Result};
 use crate::pool::{PoolSnapshot, PoolStats};
 use crate::storage::StorageId;
@@ -36,8 +36,8 @@ pub struct TreeView {
     pub roots: Vec<NodeId>,
     /// The runs of the path: a recorded node, or the name of a function that was warmed up.
     pub path: Vec<Result<NodeId, String>>,
-    /// How many output storages of the path are held.
-    pub live: usize,
+    /// The outputs of the path that are held, in order of the path.
+    pub held: Vec<HeldView>,
     /// Whether the pool's books say so too.
     pub books_exact: bool,
 }
@@ -66,28 +66,98 @@ pub struct NodeView {
     pub children: Vec<NodeId>,
     /// Its graph's nodes.
     pub graph_nodes: usize,
-    /// Its inputs, in words.
-    pub inputs: Vec<String>,
+    /// Its passed inputs.
+    pub inputs: Vec<InputView>,
     /// Its outputs.
     pub outputs: Vec<OutputView>,
 }
 
-/// An output of a node.
+/// What a node takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OutputView {
-    /// What it is, in words.
-    pub kind: String,
-    /// The storage that the node makes for it.
-    pub storage: Option<StorageId>,
-    /// Whether that storage is held.
-    pub live: bool,
+pub enum InputView {
+    /// Zero bytes.
+    Empty,
+    /// An output of an ancestor, in place.
+    Managed {
+        /// The ancestor's function.
+        function: String,
+        /// The first output in that storage.
+        output: usize,
+        /// Where the input begins in it, in bytes.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+    },
+    /// A tensor that keeps its address.
+    Static {
+        /// Its length.
+        bytes: u64,
+    },
+    /// Copied in at each launch.
+    Copied {
+        /// Its length.
+        bytes: u64,
+    },
+    /// A host value.
+    Value,
+}
+
+/// What a node gives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OutputView {
+    /// Zero bytes.
+    Empty,
+    /// In a storage that the graph makes.
+    Fresh {
+        /// The storage.
+        storage: StorageId,
+        /// Where the storage lies, as segment+offset.
+        place: String,
+        /// Where the output begins in it, in bytes.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+        /// Whether the storage is held.
+        held: bool,
+    },
+    /// In the storage of a passed input.
+    Input {
+        /// Which.
+        input: usize,
+        /// Where the output begins in that storage, in bytes.
+        offset: u64,
+        /// Its length.
+        bytes: u64,
+    },
+    /// An input bound at registration, or a view of it.
+    Bound,
+    /// Memory from outside the pool that the function returns of its own.
+    Constant {
+        /// Its length.
+        bytes: u64,
+    },
+}
+
+/// An output of the path that somebody holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeldView {
+    /// The function.
+    pub function: String,
+    /// The first output in the storage.
+    pub output: usize,
+    /// The storage.
+    pub storage: StorageId,
+    /// Where it lies, as segment+offset.
+    pub place: String,
+    /// Its length in bytes.
+    pub bytes: u64,
 }
 
 impl<D: Device> GraphTrees<D> {
     /// The tree as it is now.
     #[must_use]
     pub fn view(&self) -> TreeView {
-        lock(&self.inner.state).view()
+        lock(&self.inner.state).view(&|ptr| place(&self.inner.pool, ptr))
     }
 
     /// How often it did what.
@@ -115,6 +185,12 @@ impl<D: Device> GraphTrees<D> {
         self.inner.pool.stats()
     }
 
+    /// The pool's number within its allocator.
+    #[must_use]
+    pub fn pool_id(&self) -> PoolId {
+        self.inner.pool.id()
+    }
+
     /// The pool's blocks. After a replay the books lag behind: they say what was held when they were last exact, less what died since.
     #[must_use]
     pub fn pool_snapshot(&self) -> PoolSnapshot {
@@ -138,34 +214,20 @@ impl<D: Device> GraphTrees<D> {
         }
         let mut tracked = Vec::new();
         for entry in &state.path {
-            let live = state.live_of(entry);
-            for word in 0..live.words() {
-                let mut bits = live.word(word);
-                while bits != 0 {
-                    tracked.push(state.slot(entry, word * 64 + bits.trailing_zeros() as usize).ptr().0);
-                    bits &= bits - 1;
-                }
-            }
+            tracked.extend(state.held(entry).map(|storage| storage.ptr().0));
         }
         let check = self.inner.pool.check_live(&tracked);
         if check.is_exact() {
             return Ok(());
         }
-        let place = |address: &u64| match self.inner.pool.locate(crate::device::DevicePtr(*address)) {
-            Some((segment, offset)) => format!("{segment}+{offset}"),
-            None => "outside the pool".to_owned(),
-        };
+        let place = |address: u64| place(&self.inner.pool, DevicePtr(address));
         Err(Error::Books(format!(
             "not allocated in the pool but should be: [{}]; in the pool and not tracked as outputs: [{}]",
-            check.missing.iter().map(place).collect::<Vec<_>>().join(", "),
-            check.untracked.iter().map(|a| place(a)).collect::<Vec<_>>().join(", "),
+            check.missing.iter().map(|a| place(*a)).collect::<Vec<_>>().join(", "),
+            check.untracked.iter().map(|b| place(b.allocation.address())).collect::<Vec<_>>().join(", "),
         )))
     }
 
-    /// The tree's pool, for looking at.
-    pub(crate) fn pool(&self) -> &PoolHandle<D> {
-        &self.inner.pool
-    }
 }
 
 impl<D: Device> State<D> {
@@ -173,14 +235,14 @@ impl<D: Device> State<D> {
         self.nodes[node].children.iter().map(|(_, child)| 1 + self.descendants(*child)).sum()
     }
 
-    fn view(&self) -> TreeView {
+    fn view(&self, place: &dyn Fn(DevicePtr) -> String) -> TreeView {
         let mut functions: Vec<_> = self.functions.values().collect();
         functions.sort_by_key(|f| f.number);
         let functions = functions
             .into_iter()
             .map(|f| FunctionView { name: f.name.to_string(), keys: f.variants.iter().map(|v| (v.key.to_vec(), v.warm)).collect() })
             .collect();
-        let mut nodes: Vec<_> = self.nodes.keys().map(|key| self.node_view(key)).collect();
+        let mut nodes: Vec<_> = self.nodes.keys().map(|key| self.node_view(key, place)).collect();
         nodes.sort_by_key(|n| n.id);
         let path = self
             .path
@@ -190,41 +252,41 @@ impl<D: Device> State<D> {
                 Run::Warm(warm) => Err(warm.function.to_string()),
             })
             .collect();
-        TreeView { functions, nodes, roots: self.roots.iter().map(|r| self.nodes[*r].id).collect(), path, live: self.path_live(), books_exact: self.books_exact }
+        let mut held = Vec::new();
+        for entry in &self.path {
+            for storage in self.held(entry) {
+                let Some(home) = storage.home() else { continue };
+                let (function, output) = (home.function.to_string(), home.output);
+                held.push(HeldView { function, output, storage: storage.id(), place: place(storage.ptr()), bytes: storage.bytes() });
+            }
+        }
+        TreeView { functions, nodes, roots: self.roots.iter().map(|r| self.nodes[*r].id).collect(), path, held, books_exact: self.books_exact }
     }
 
-    fn node_view(&self, key: NodeKey) -> NodeView {
+    fn node_view(&self, key: NodeKey, place: &dyn Fn(DevicePtr) -> String) -> NodeView {
         let node = &self.nodes[key];
         let function = &self.functions[node.variant.0];
-        let inputs = node
-            .inputs
-            .iter()
-            .map(|input| match input {
-                InputSpec::Empty => "empty".to_owned(),
-                InputSpec::Managed { storage, offset, bytes } => match storage.home() {
-                    Some(home) => format!("managed {}.{} +{offset} {bytes} B", home.function, home.output),
-                    None => format!("managed +{offset} {bytes} B"),
-                },
-                InputSpec::Static { bytes, .. } => format!("static {bytes} B"),
-                InputSpec::Copied { bytes } => format!("copied {bytes} B"),
-                InputSpec::Value(_) => "value".to_owned(),
-            })
-            .collect();
-        let outputs = node
-            .outputs
-            .iter()
-            .map(|output| match output {
-                OutputSpec::Empty => OutputView { kind: "empty".to_owned(), storage: None, live: false },
-                OutputSpec::Fresh { slot, offset, bytes } => {
-                    let storage = &node.slots[*slot].0;
-                    let live = node.live.word(slot / 64) >> (slot % 64) & 1 == 1;
-                    OutputView { kind: format!("fresh s{slot} +{offset} {bytes} B"), storage: Some(storage.id()), live }
-                }
-                OutputSpec::Input { input, offset, bytes } => OutputView { kind: format!("input {input} +{offset} {bytes} B"), storage: None, live: false },
-                OutputSpec::Bound(_) => OutputView { kind: "bound input".to_owned(), storage: None, live: false },
-                OutputSpec::Constant(tensor) => OutputView { kind: format!("constant {} B", tensor.bytes()), storage: None, live: false },
-            })
-            .collect();
+        let input = |input: &InputSpec<D>| match input {
+            InputSpec::Empty => InputView::Empty,
+            InputSpec::Managed { storage, offset, bytes } => {
+                let (function, output) = storage.home().map_or_else(Default::default, |home| (home.function.to_string(), home.output));
+                InputView::Managed { function, output, offset: *offset, bytes: *bytes }
+            }
+            InputSpec::Static { bytes, .. } => InputView::Static { bytes: *bytes },
+            InputSpec::Copied { bytes } => InputView::Copied { bytes: *bytes },
+            InputSpec::Value(_) => InputView::Value,
+        };
+        let output = |output: &OutputSpec<D>| match output {
+            OutputSpec::Empty => OutputView::Empty,
+            OutputSpec::Fresh { slot, offset, bytes } => {
+                let storage = &node.slots[*slot].0;
+                let held = node.live.word(slot / 64) >> (slot % 64) & 1 == 1;
+                OutputView::Fresh { storage: storage.id(), place: place(storage.ptr()), offset: *offset, bytes: *bytes, held }
+            }
+            OutputSpec::Input { input, offset, bytes } => OutputView::Input { input: *input, offset: *offset, bytes: *bytes },
+            OutputSpec::Bound(_) => OutputView::Bound,
+            OutputSpec::Constant(tensor) => OutputView::Constant { bytes: tensor.bytes() },
+        };
         NodeView {
             id: node.id,
             function: function.name.to_string(),
@@ -232,8 +294,16 @@ impl<D: Device> State<D> {
             parent: node.parent.map(|p| self.nodes[p].id),
             children: node.children.iter().map(|(_, child)| self.nodes[*child].id).collect(),
             graph_nodes: node.info.nodes(),
-            inputs,
-            outputs,
+            inputs: node.inputs.iter().map(input).collect(),
+            outputs: node.outputs.iter().map(output).collect(),
         }
+    }
+}
+
+/// Segment and offset of an address of the pool.
+fn place<D: Device>(pool: &PoolHandle<D>, ptr: DevicePtr) -> String {
+    match pool.locate(ptr) {
+        Some((segment, offset)) => format!("S{}+{offset}", segment.0),
+        None => "outside the pool".to_owned(),
     }
 }

@@ -1,0 +1,184 @@
+//! What the suites share: a rig of device, allocator, kernels and tree, built for every device.
+#![allow(dead_code)] // each suite uses its part
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use cudagraph_trees::device::faulty::Faulty;
+use cudagraph_trees::device::host::HostDevice;
+use cudagraph_trees::device::kernels::KernelSet;
+use cudagraph_trees::device::Device;
+use cudagraph_trees::{
+    Allocator, Arg, BodyResult, Function, FunctionSpec, GraphTrees, Inputs, Outputs, Phase, Recorder, Result, Step, Tensor, lend,
+};
+
+/// A device with everything that stands on it.
+pub struct Rig<D: Device> {
+    pub device: D,
+    pub allocator: Allocator<D>,
+    pub kernels: Arc<KernelSet<D>>,
+    pub stream: D::Stream,
+    pub trees: GraphTrees<D>,
+}
+
+impl<D: Device> Rig<D> {
+    pub fn new(device: D) -> Self {
+        let allocator = Allocator::new(device.clone()).unwrap();
+        let kernels = Arc::new(KernelSet::load(&device).unwrap());
+        let stream = device.create_stream().unwrap();
+        let trees = GraphTrees::new(&allocator).unwrap();
+        Rig { device, allocator, kernels, stream, trees }
+    }
+
+    /// An eager tensor of these values.
+    #[track_caller]
+    pub fn floats(&self, values: &[f32]) -> Tensor<D> {
+        let tensor = self.allocator.alloc(&self.stream, 4 * values.len() as u64).unwrap();
+        self.put(&tensor, values);
+        tensor
+    }
+
+    #[track_caller]
+    pub fn put(&self, tensor: &Tensor<D>, values: &[f32]) {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        tensor.write(&self.device, &self.stream, &bytes).unwrap();
+    }
+
+    #[track_caller]
+    pub fn read(&self, tensor: &Tensor<D>) -> Vec<f32> {
+        self.try_read(tensor).unwrap()
+    }
+
+    pub fn try_read(&self, tensor: &Tensor<D>) -> Result<Vec<f32>> {
+        let bytes = tensor.read(&self.device, &self.stream)?;
+        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    }
+
+    /// Registers a function of one input: out = in * scale + add, elementwise.
+    pub fn scale_add(&self, name: &str, scale: f32, add: f32) -> Function {
+        self.register(FunctionSpec::new(name), move |k, rec, mut inputs| {
+            let x = inputs.take(0)?;
+            let out = k.apply(rec, &x, scale, add)?;
+            Ok(vec![out])
+        })
+    }
+
+    /// Registers a function that gets the kernels besides.
+    pub fn register<F>(&self, spec: FunctionSpec<D>, body: F) -> Function
+    where
+        F: Fn(&Ops<D>, &mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync + 'static,
+    {
+        let ops = Ops { kernels: self.kernels.clone() };
+        self.trees.register(spec, move |rec, inputs| body(&ops, rec, inputs)).unwrap()
+    }
+
+    /// Registers a function and counts the runs of its body.
+    pub fn counted<F>(&self, spec: FunctionSpec<D>, body: F) -> (Function, Arc<AtomicUsize>)
+    where
+        F: Fn(&Ops<D>, &mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync + 'static,
+    {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counter = count.clone();
+        let f = self.register(spec, move |k, rec, inputs| {
+            counter.fetch_add(1, Ordering::Relaxed);
+            body(k, rec, inputs)
+        });
+        (f, count)
+    }
+
+    /// Runs a function of lent inputs.
+    #[track_caller]
+    pub fn run(&self, f: &Function, step: &Step, inputs: &[&Tensor<D>]) -> Outputs<D> {
+        let mut args: Vec<Arg<'_, D>> = inputs.iter().map(|t| lend(t)).collect();
+        self.trees.run(f, step, &[], &self.stream, &mut args).unwrap()
+    }
+
+    /// Runs a function of one lent input and one output.
+    #[track_caller]
+    pub fn one(&self, f: &Function, step: &Step, input: &Tensor<D>) -> Tensor<D> {
+        self.run(f, step, &[input]).only().unwrap()
+    }
+
+    /// The same, with the phase it went through.
+    #[track_caller]
+    pub fn phased(&self, f: &Function, step: &Step, input: &Tensor<D>) -> (Phase, Tensor<D>) {
+        let outputs = self.run(f, step, &[input]);
+        (outputs.phase(), outputs.only().unwrap())
+    }
+
+    /// Live blocks of the tree's pool.
+    pub fn blocks(&self) -> u64 {
+        self.trees.pool_stats().live_blocks.current
+    }
+
+    /// Nothing is left: the leak oracle of every scenario.
+    #[track_caller]
+    pub fn finish(self) {
+        let Rig { device, allocator, kernels, stream, trees } = self;
+        trees.audit().unwrap();
+        drop(trees);
+        device.synchronize(&stream).unwrap();
+        for (id, uses, stats) in allocator.private_pools() {
+            assert_eq!((uses, stats.live_blocks.current), (0, 0), "pool {id} is in use after the scenario");
+        }
+        allocator.trim().unwrap();
+        assert_eq!(allocator.private_pools(), vec![], "segments of private pools after trim");
+        assert_eq!(allocator.stats().live_blocks.current, 0, "blocks of the default pool");
+        assert_eq!(allocator.stats().segments.current, 0, "segments of the default pool");
+        drop(kernels);
+    }
+}
+
+/// The kernels, for closures.
+pub struct Ops<D: Device> {
+    pub kernels: Arc<KernelSet<D>>,
+}
+
+impl<D: Device> Ops<D> {
+    /// A new tensor: x * scale + add.
+    #[track_caller]
+    pub fn apply(&self, rec: &mut Recorder<'_, D>, x: &Tensor<D>, scale: f32, add: f32) -> Result<Tensor<D>> {
+        let out = rec.alloc(x.bytes())?;
+        self.kernels.scale_add(rec.device(), rec.stream(), out.ptr()?, x.ptr()?, x.bytes() / 4, scale, add)?;
+        Ok(out)
+    }
+
+    /// A new tensor: a * b.
+    #[track_caller]
+    pub fn product(&self, rec: &mut Recorder<'_, D>, a: &Tensor<D>, b: &Tensor<D>) -> Result<Tensor<D>> {
+        let out = rec.alloc(a.bytes())?;
+        self.kernels.mul(rec.device(), rec.stream(), out.ptr()?, a.ptr()?, b.ptr()?, a.bytes() / 4)?;
+        Ok(out)
+    }
+
+    /// A new tensor: a + b.
+    #[track_caller]
+    pub fn sum(&self, rec: &mut Recorder<'_, D>, a: &Tensor<D>, b: &Tensor<D>) -> Result<Tensor<D>> {
+        let out = rec.alloc(a.bytes())?;
+        self.kernels.add(rec.device(), rec.stream(), out.ptr()?, a.ptr()?, b.ptr()?, a.bytes() / 4)?;
+        Ok(out)
+    }
+}
+
+/// The host device under a few schedules.
+pub fn hosts() -> impl Iterator<Item = HostDevice> {
+    [1, 2, 7].into_iter().map(|seed| HostDevice::builder().seed(seed).build().unwrap())
+}
+
+/// Runs each scenario over every device: `suite!(name, ..)` where `fn name<D: Device>(rig: Rig<D>)`.
+#[macro_export]
+macro_rules! suite {
+    ($($name:ident),+ $(,)?) => {
+        mod host {
+            $(#[test] fn $name() { for device in $crate::common::hosts() { super::$name($crate::common::Rig::new(device)); } })+
+        }
+        mod faulty {
+            $(#[test] fn $name() { super::$name($crate::common::Rig::new($crate::common::wrapped())); })+
+        }
+    };
+}
+
+/// An adaptor around the host device: the suite holds over it as over the device itself.
+pub fn wrapped() -> Faulty<HostDevice> {
+    Faulty::new(HostDevice::new())
+}
