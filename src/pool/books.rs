@@ -1,0 +1,385 @@
+//! The books: which bytes of which segment are live and which are free. This is the state that a checkpoint keeps
+//! and a restore brings back. Touched by the pool's own operations and by `restore`; knows neither
+//! backing, nor streams, nor statistics.
+//!
+//! Invariants: the blocks of a segment cover it, in address order, linked by `prev` and `next`; no two
+//! neighbours are both free; a record is in the index if and only if its block is free; the block at the
+//! beginning of a segment never changes its slot, nor does a live block.
+
+use super::index::FreeList;
+use super::pages::{NIL, Record, Records};
+
+/// The beginning of a segment in the books.
+#[derive(Clone, Copy)]
+pub(super) struct Head {
+    /// The segment's number.
+    pub segment: u32,
+    /// The block at its beginning.
+    pub slot: u32,
+}
+
+/// What is live.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Live {
+    /// Live blocks.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// The bytes that were asked for.
+    pub requested: u64,
+}
+
+/// All of the state that is not in pages.
+pub(super) struct State {
+    /// The free blocks, by (stream, size class).
+    pub lists: Vec<FreeList>,
+    /// The segments in order of registration.
+    pub heads: Vec<Head>,
+    /// The first unused record; the others follow by `next`.
+    pub unused: u32,
+    /// Slots ever used: all above are unused too, and not linked.
+    pub slots: u32,
+    /// What is live.
+    pub live: Live,
+}
+
+impl State {
+    /// No segment.
+    pub const EMPTY: State = State {
+        lists: Vec::new(),
+        heads: Vec::new(),
+        unused: NIL,
+        slots: 0,
+        live: Live {
+            blocks: 0,
+            bytes: 0,
+            requested: 0,
+        },
+    };
+
+    /// Becomes a copy of `other`, in the memory it already has.
+    pub fn copy_from(&mut self, other: &State) {
+        self.lists.truncate(other.lists.len());
+        let copied = self.lists.len();
+        for (list, other) in self.lists.iter_mut().zip(&other.lists) {
+            list.copy_from(other);
+        }
+        self.lists.extend_from_slice(&other.lists[copied..]);
+        self.heads.clone_from(&other.heads);
+        (self.unused, self.slots, self.live) = (other.unused, other.slots, other.live);
+    }
+}
+
+/// The books.
+pub(super) struct Books {
+    /// The block records.
+    pub records: Records,
+    /// All else.
+    pub state: State,
+    /// log2 of the smallest block.
+    shift: u32,
+}
+
+impl Books {
+    /// Empty books of a pool whose smallest block is `1 << shift` bytes.
+    pub fn new(shift: u32) -> Self {
+        Self {
+            records: Records::default(),
+            state: State::EMPTY,
+            shift,
+        }
+    }
+
+    /// Makes an unused record a free block, and puts it into the index.
+    fn add_free(&mut self, record: Record) -> u32 {
+        let slot = self.state.unused;
+        let slot = if slot != NIL {
+            self.state.unused = self.records.get(slot).next;
+            slot
+        } else {
+            debug_assert!(self.state.slots < NIL, "2^32 records are 256 GiB of books");
+            let slot = self.state.slots;
+            if slot as usize >= self.records.capacity() {
+                self.records.grow();
+            }
+            self.state.slots += 1;
+            slot
+        };
+        *self.records.edit(slot) = record;
+        self.index(slot);
+        slot
+    }
+
+    /// Puts a free block into the index.
+    #[inline]
+    fn index(&mut self, slot: u32) {
+        let record = self.records.get(slot);
+        let (list, units) = (record.list, record.size >> self.shift);
+        self.state.lists[list as usize].insert(&mut self.records, slot, units);
+    }
+
+    /// Takes a free block out of the index.
+    #[inline]
+    fn unindex(&mut self, slot: u32) {
+        let record = self.records.get(slot);
+        let (list, units) = (record.list, record.size >> self.shift);
+        self.state.lists[list as usize].remove(&mut self.records, slot, units);
+    }
+
+    /// Makes a record unused whose block has become part of another.
+    #[inline]
+    fn retire(&mut self, slot: u32) {
+        self.records.edit(slot).next = self.state.unused;
+        self.state.unused = slot;
+    }
+
+    /// Adds a segment as one free block.
+    pub fn add_segment(&mut self, segment: u32, list: u32, address: u64, size: u64) -> u32 {
+        let record = Record {
+            address,
+            size,
+            segment,
+            list,
+            prev: NIL,
+            next: NIL,
+            left: NIL,
+            right: NIL,
+        };
+        let slot = self.add_free(record);
+        self.state.heads.push(Head { segment, slot });
+        slot
+    }
+
+    /// Strikes a segment that is one free block out, all but its head.
+    pub fn strike_segment(&mut self, head: Head) {
+        self.unindex(head.slot);
+        self.retire(head.slot);
+    }
+
+    /// The free block that best fits `size` bytes: the smallest, then the segment registered first, then
+    /// the lowest address.
+    #[inline]
+    pub fn best_fit(&self, list: usize, size: u64) -> Option<u32> {
+        self.state
+            .lists
+            .get(list)?
+            .at_least(&self.records, size, size >> self.shift)
+    }
+
+    /// Makes a free block live, and what is beyond `size` a free block if `split`. Returns address and length.
+    #[inline]
+    pub fn occupy(
+        &mut self,
+        slot: u32,
+        size: u64,
+        split: bool,
+        id: u64,
+        tag: u64,
+        requested: u64,
+    ) -> (u64, u64) {
+        self.unindex(slot);
+        let whole = *self.records.get(slot);
+        let mut bytes = whole.size;
+        if split {
+            bytes = size;
+            let rest = self.add_free(Record {
+                address: whole.address + size,
+                size: whole.size - size,
+                prev: slot,
+                left: NIL,
+                right: NIL,
+                ..whole
+            });
+            let record = self.records.edit(slot);
+            (record.size, record.next) = (size, rest);
+            if whole.next != NIL {
+                self.records.edit(whole.next).prev = rest;
+            }
+        }
+        self.records.set_live(slot, id, tag, requested);
+        self.state.live.blocks += 1;
+        self.state.live.bytes += bytes;
+        self.state.live.requested += requested;
+        (whole.address, bytes)
+    }
+
+    /// Makes a live block free, and one with the free blocks beside it. Returns address, length, and
+    /// the bytes that had been asked for.
+    #[inline]
+    pub fn vacate(&mut self, slot: u32) -> (u64, u64, u64) {
+        let requested = self.records.set_free(slot);
+        let record = *self.records.get(slot);
+        self.state.live.blocks -= 1;
+        self.state.live.bytes -= record.size;
+        self.state.live.requested -= requested;
+
+        let (mut first, mut size, mut next) = (slot, record.size, record.next);
+        if next != NIL && self.records.id(next) == 0 {
+            self.unindex(next);
+            let after = *self.records.get(next);
+            size += after.size;
+            self.retire(next);
+            next = after.next;
+        }
+        let prev = record.prev;
+        if prev != NIL && self.records.id(prev) == 0 {
+            self.unindex(prev);
+            size += self.records.get(prev).size;
+            first = prev;
+            self.retire(slot);
+        }
+        if next != record.next || first != slot {
+            let merged = self.records.edit(first);
+            (merged.size, merged.next) = (size, next);
+            if next != NIL {
+                self.records.edit(next).prev = first;
+            }
+        }
+        self.index(first);
+        (record.address, record.size, requested)
+    }
+
+    /// Size of the largest free block.
+    pub fn largest_free(&self) -> u64 {
+        self.state
+            .lists
+            .iter()
+            .map(|list| list.largest(&self.records))
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// The slots of a segment's blocks, in address order.
+    pub fn blocks(&self, head: Head) -> impl Iterator<Item = u32> + '_ {
+        let mut next = head.slot;
+        std::iter::from_fn(move || {
+            let slot = next;
+            (slot != NIL).then(|| {
+                next = self.records.get(slot).next;
+                slot
+            })
+        })
+    }
+
+    /// Whether the slot's block is free and covers `size` bytes.
+    pub fn is_one_free_block(&self, head: Head, size: u64) -> bool {
+        self.records.id(head.slot) == 0 && self.records.get(head.slot).size == size
+    }
+
+    /// The same in a saved state.
+    pub fn was_one_free_block(&self, table: &[u32], head: Head, size: u64) -> bool {
+        let (entry, at) = super::pages::place(head.slot);
+        self.records
+            .saved_page(table, entry)
+            .is_some_and(|page| page.ids[at] == 0 && page.records[at].size == size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Checks every invariant. O(blocks).
+    fn check(books: &Books, segments: &[(u32, u64, u64)]) {
+        let mut seen = vec![false; books.state.slots as usize];
+        let mut live = Live::default();
+        assert_eq!(books.state.heads.len(), segments.len());
+        for (head, &(number, address, size)) in books.state.heads.iter().zip(segments) {
+            assert_eq!(head.segment, number);
+            let (mut at, mut prev, mut free_before) = (address, NIL, false);
+            for slot in books.blocks(*head) {
+                let record = books.records.get(slot);
+                assert!(!std::mem::replace(&mut seen[slot as usize], true));
+                assert_eq!(
+                    (record.address, record.prev, record.segment),
+                    (at, prev, number)
+                );
+                let free = books.records.id(slot) == 0;
+                assert!(!(free && free_before), "two free neighbours");
+                if free {
+                    let found = books.best_fit(record.list as usize, record.size);
+                    assert!(
+                        found.is_some_and(|found| books.records.get(found).size == record.size)
+                    );
+                } else {
+                    live.blocks += 1;
+                    live.bytes += record.size;
+                    live.requested += books.records.owner(slot).1;
+                }
+                (at, prev, free_before) = (at + record.size, slot, free);
+            }
+            assert_eq!(at, address + size);
+        }
+        let mut unused = books.state.unused;
+        while unused != NIL {
+            assert!(!std::mem::replace(&mut seen[unused as usize], true));
+            assert_eq!(books.records.id(unused), 0);
+            unused = books.records.get(unused).next;
+        }
+        assert!(
+            seen.into_iter().all(|seen| seen),
+            "a record is neither in a segment nor unused"
+        );
+        let kept = books.state.live;
+        assert_eq!(
+            (kept.blocks, kept.bytes, kept.requested),
+            (live.blocks, live.bytes, live.requested)
+        );
+    }
+
+    #[test]
+    fn invariants_hold_through_splits_merges_saves_and_loads() {
+        let mut books = Books::new(9);
+        books.state.lists.resize(2, FreeList::EMPTY);
+        let segments = [
+            (0, 1 << 21, 1 << 20),
+            (1, 1 << 24, 1 << 19),
+            (2, 1 << 23, 1 << 18),
+        ];
+        for (number, address, size) in segments {
+            books.add_segment(number, number % 2, address, size);
+        }
+        let (mut seed, mut live, mut saved) = (9_u64, Vec::new(), None);
+        for id in 1..6000 {
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            let (draw, size) = (seed >> 33, 512 * (1 + (seed >> 50) % 64));
+            if id % 500 == 250 {
+                let (mut table, mut state) = (Vec::new(), State::EMPTY);
+                books.records.save(&mut table);
+                state.copy_from(&books.state);
+                saved = Some((table, state, live.clone()));
+            } else if id % 500 == 0
+                && let Some((mut table, state, then)) = saved.take()
+            {
+                books.records.load(&table);
+                books.records.forget(&mut table);
+                books.state.copy_from(&state);
+                live = then;
+            } else if draw % 2 == 0
+                && let Some(slot) = books.best_fit((draw / 2 % 2) as usize, size)
+            {
+                let split = books.records.get(slot).size > size;
+                books.occupy(slot, size, split, id, 0, size - 1);
+                live.push(slot);
+            } else if !live.is_empty() {
+                books.vacate(live.swap_remove((draw / 2) as usize % live.len()));
+            }
+            check(&books, &segments);
+        }
+        for slot in live {
+            books.vacate(slot);
+        }
+        check(&books, &segments);
+        assert!(
+            books
+                .state
+                .heads
+                .iter()
+                .zip(segments)
+                .all(|(head, (.., size))| books.is_one_free_block(*head, size))
+        );
+        assert_eq!(books.largest_free(), 1 << 20);
+    }
+}

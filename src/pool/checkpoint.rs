@@ -1,0 +1,91 @@
+//! Checkpoints: the handle a caller holds, and what the pool keeps for it.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::books::State;
+
+/// What a pool and its checkpoints share. Its address tells pools apart.
+#[derive(Default)]
+pub(super) struct Token {
+    /// Keys of checkpoints that were dropped and not yet let go of.
+    dropped: Mutex<Vec<u32>>,
+}
+
+impl Token {
+    /// Moves the keys of dropped checkpoints to `keys`.
+    pub fn take_dropped(&self, keys: &mut Vec<u32>) {
+        keys.append(&mut self.dropped.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// A state of a pool that can be returned to: see [`Pool::checkpoint`](super::Pool::checkpoint).
+///
+/// Clones name the same state. When the last is dropped, on any thread and at any time, also after the
+/// pool, the state is let go of; the pool takes note at its next checkpoint, restore or trim.
+#[derive(Clone)]
+pub struct Checkpoint(Arc<Held>);
+
+/// The one thing all clones of a checkpoint share.
+struct Held {
+    /// The pool's.
+    token: Arc<Token>,
+    /// Which of its saved states.
+    key: u32,
+}
+
+impl Checkpoint {
+    /// A handle on the saved state `key`.
+    pub(super) fn new(token: &Arc<Token>, key: u32) -> Self {
+        Self(Arc::new(Held {
+            token: Arc::clone(token),
+            key,
+        }))
+    }
+
+    /// Which saved state of the pool that has this token; none if another has it.
+    pub(super) fn key(&self, token: &Arc<Token>) -> Option<usize> {
+        Arc::ptr_eq(&self.0.token, token).then_some(self.0.key as usize)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.token
+            .dropped
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(self.key);
+    }
+}
+
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Checkpoint({})", self.0.key)
+    }
+}
+
+/// A saved state. Its memory is used again for the next one.
+pub(super) struct Saved {
+    /// Whether a checkpoint names it.
+    pub held: bool,
+    /// The table of its pages.
+    pub table: Vec<u32>,
+    /// All else.
+    pub state: State,
+    /// The segments' epoch then.
+    pub epoch: u64,
+    /// The count of changed tags then.
+    pub retags: u64,
+}
+
+impl Saved {
+    /// A place for a state.
+    pub const EMPTY: Saved = Saved {
+        held: false,
+        table: Vec::new(),
+        state: State::EMPTY,
+        epoch: 0,
+        retags: 0,
+    };
+}

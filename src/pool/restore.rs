@@ -1,0 +1,321 @@
+//! Back to a checkpoint. Everything is checked before anything is changed; then nothing can fail.
+
+use super::books::Books;
+use super::pages::{NO_IDS, PAGE, Page, place};
+use super::segment::Segments;
+use super::{Allocation, Backing, Checkpoint, LiveBlock, Pool, PoolError, SegmentId, Tag};
+
+/// A block that the caller takes over from a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Adopt {
+    /// The block, as it was named when the checkpoint was taken. [`Allocation::EMPTY`] is adopted by doing nothing.
+    pub saved: Allocation,
+    /// Its owner from now on.
+    pub tag: Tag,
+}
+
+/// What becomes of blocks of the checkpoint that are neither in the books now nor adopted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unclaimed {
+    /// They are freed at once.
+    Free,
+    /// They are live, with new names.
+    Keep,
+}
+
+/// What a restore did. Lists are in order of `adopt`, or in an order that depends on the two states alone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Restored {
+    /// For each entry of `adopt` the block's name from now on: the same as before if it was live all along.
+    pub adopted: Vec<Allocation>,
+    /// Blocks that were live all along, adopted or not: their names stay good.
+    pub kept: usize,
+    /// Blocks of the checkpoint that nobody adopted and that are free now, as they were in the checkpoint.
+    pub freed: Vec<LiveBlock>,
+    /// Blocks of the checkpoint that nobody adopted and that are live now, by their new names.
+    pub unclaimed: Vec<Allocation>,
+    /// Blocks that were live and are not in the checkpoint: out of the books. Each may be freed once more,
+    /// to no effect; until then the pool remembers it.
+    pub orphaned: Vec<LiveBlock>,
+}
+
+impl Restored {
+    /// Empties the lists, and keeps their memory.
+    pub fn clear(&mut self) {
+        self.adopted.clear();
+        self.kept = 0;
+        self.freed.clear();
+        self.unclaimed.clear();
+        self.orphaned.clear();
+    }
+}
+
+/// Vectors that one restore leaves to the next.
+#[derive(Default)]
+pub(super) struct Scratch {
+    /// For each slot, 1 + the entry of `adopt` that names its block; 0 between restores.
+    adopter: Vec<u32>,
+    /// Tags of kept blocks that were changed since the checkpoint.
+    tags: Vec<(u32, u64)>,
+}
+
+impl<B: Backing> Pool<B> {
+    /// Returns to the state of a checkpoint, and says block by block what that meant.
+    ///
+    /// | live now | live in the checkpoint | becomes |
+    /// |---|---|---|
+    /// | yes | the same allocation | *kept*: name and tag stay |
+    /// | no, or another allocation | yes, and in `adopt` | *adopted*: live, with a new name |
+    /// | no, or another allocation | yes | *freed* or *unclaimed*, as `unclaimed` says |
+    /// | yes | no, or another allocation | *orphaned* |
+    ///
+    /// An entry of `adopt` may name a block that is live all along: it is kept, and gets the tag. Afterwards the pool places
+    /// blocks as if it had never left the state, but for segments added since, which are there as free
+    /// space. Nothing is counted as allocated or freed, and no memory is mapped or unmapped.
+    ///
+    /// O(pages + blocks of pages that differ). The checkpoint can be restored again.
+    ///
+    /// # Errors
+    /// [`PoolError::ForeignCheckpoint`], [`PoolError::AdoptNotInCheckpoint`], [`PoolError::AdoptedTwice`]; nothing
+    /// has changed then.
+    pub fn restore(
+        &mut self,
+        checkpoint: &Checkpoint,
+        adopt: &[Adopt],
+        unclaimed: Unclaimed,
+    ) -> Result<Restored, PoolError> {
+        let mut out = Restored::default();
+        self.restore_into(checkpoint, adopt, unclaimed, &mut out)?;
+        Ok(out)
+    }
+
+    /// As [`Pool::restore`], writing to a report whose memory is used again.
+    ///
+    /// # Errors
+    /// As [`Pool::restore`]; the report is empty then.
+    pub fn restore_into(
+        &mut self,
+        checkpoint: &Checkpoint,
+        adopt: &[Adopt],
+        unclaimed: Unclaimed,
+        out: &mut Restored,
+    ) -> Result<(), PoolError> {
+        out.clear();
+        self.settle_dropped();
+        let key = checkpoint
+            .key(&self.token)
+            .ok_or(PoolError::ForeignCheckpoint)?;
+        if let Err(error) = self.find_adopters(key, adopt) {
+            self.scratch.adopter.fill(0);
+            return Err(error);
+        }
+        self.name_adopted(adopt, out);
+        self.compare(key, unclaimed, out);
+
+        let Pool {
+            books,
+            saved,
+            scratch,
+            segments,
+            ..
+        } = self;
+        let saved = &saved[key];
+        books.records.load(&saved.table);
+        books.state.copy_from(&saved.state);
+        books
+            .state
+            .lists
+            .resize(self.lists, super::index::FreeList::EMPTY);
+        for (slot, tag) in scratch.tags.drain(..) {
+            books.records.set_tag(slot, tag);
+        }
+        if saved.epoch != segments.epoch {
+            match_segments(books, segments);
+        }
+        for (entry, now) in adopt.iter().zip(&out.adopted) {
+            if now.is_empty() {
+                continue;
+            }
+            scratch.adopter[now.slot as usize] = 0;
+            if now.id != entry.saved.id {
+                books.records.set_id(now.slot, now.id);
+            }
+            if books.records.owner(now.slot).0 != entry.tag.0 {
+                books.records.set_tag(now.slot, entry.tag.0);
+                self.retags += 1;
+            }
+        }
+        for now in &out.unclaimed {
+            books.records.set_id(now.slot, now.id);
+        }
+        for block in &out.freed {
+            books.vacate(block.allocation.slot);
+        }
+        let live = books.state.live;
+        self.stats.live_blocks.reach(live.blocks);
+        self.stats.live_bytes.reach(live.bytes);
+        self.stats.requested_bytes.reach(live.requested);
+        self.stats.restores += 1;
+        Ok(())
+    }
+
+    /// Checks `adopt`, and notes the adopter of each slot.
+    fn find_adopters(&mut self, key: usize, adopt: &[Adopt]) -> Result<(), PoolError> {
+        let saved = &self.saved[key];
+        let adopter = &mut self.scratch.adopter;
+        if adopter.len() < saved.state.slots as usize {
+            adopter.resize(saved.state.slots as usize, 0);
+        }
+        for (index, &Adopt { saved: block, .. }) in adopt.iter().enumerate() {
+            if block.is_empty() {
+                continue;
+            }
+            let (entry, at) = place(block.slot);
+            let was_live = block.pool == self.mark
+                && self
+                    .books
+                    .records
+                    .saved_page(&saved.table, entry)
+                    .is_some_and(|page| {
+                        page.ids[at] == block.id && page.records[at].address == block.address
+                    });
+            if !was_live {
+                return Err(PoolError::AdoptNotInCheckpoint {
+                    index,
+                    saved: block,
+                });
+            }
+            let adopter = &mut adopter[block.slot as usize];
+            if *adopter != 0 {
+                let first = *adopter as usize - 1;
+                return Err(PoolError::AdoptedTwice {
+                    first,
+                    second: index,
+                    saved: block,
+                });
+            }
+            *adopter = index as u32 + 1;
+        }
+        Ok(())
+    }
+
+    /// Writes the names that adopted blocks will have.
+    fn name_adopted(&mut self, adopt: &[Adopt], out: &mut Restored) {
+        for Adopt { saved, .. } in adopt {
+            let kept = saved.is_empty() || self.books.records.id_or_none(saved.slot) == saved.id;
+            let id = if kept { saved.id } else { self.next_id() };
+            out.adopted.push(Allocation { id, ..*saved });
+        }
+    }
+
+    /// Compares the present state with a saved one, and writes all of the report but the adopted.
+    fn compare(&mut self, key: usize, unclaimed: Unclaimed, out: &mut Restored) {
+        let Pool {
+            books,
+            saved,
+            scratch,
+            segments,
+            orphans,
+            mark,
+            next_id,
+            retags,
+            ..
+        } = self;
+        let (records, saved) = (&books.records, &saved[key]);
+        let retagged = saved.retags != *retags;
+        let mut returning = 0;
+        for entry in records.differing(&saved.table) {
+            let (now, then) = (
+                records.present_page(entry),
+                records.saved_page(&saved.table, entry),
+            );
+            let now_ids = now.map_or(&NO_IDS, |page| &page.ids);
+            let then_ids = then.map_or(&NO_IDS, |page| &page.ids);
+            if now_ids == then_ids && !retagged {
+                continue;
+            }
+            for at in 0..PAGE {
+                let slot = (entry * PAGE + at) as u32;
+                if now_ids[at] == then_ids[at] {
+                    if let (true, Some(now), Some(then)) = (retagged && now_ids[at] != 0, now, then)
+                        && now.tags[at] != then.tags[at]
+                    {
+                        scratch.tags.push((slot, now.tags[at]));
+                    }
+                    continue;
+                }
+                if let Some(page) = now.filter(|page| page.ids[at] != 0) {
+                    orphans.insert(page.ids[at]);
+                    out.orphaned
+                        .push(live_block(segments, page, at, slot, *mark));
+                }
+                if let Some(page) = then.filter(|page| page.ids[at] != 0) {
+                    returning += 1;
+                    if scratch.adopter[slot as usize] != 0 {
+                        continue;
+                    }
+                    let block = live_block(segments, page, at, slot, *mark);
+                    match unclaimed {
+                        Unclaimed::Free => out.freed.push(block),
+                        Unclaimed::Keep => {
+                            out.unclaimed.push(Allocation {
+                                id: *next_id,
+                                ..block.allocation
+                            });
+                            *next_id += 1;
+                        }
+                    }
+                }
+            }
+        }
+        out.kept = saved.state.live.blocks as usize - returning;
+    }
+}
+
+/// The live block at a place of a page.
+#[inline]
+pub(super) fn live_block(
+    segments: &Segments,
+    page: &Page,
+    at: usize,
+    slot: u32,
+    mark: u32,
+) -> LiveBlock {
+    let record = &page.records[at];
+    let base = segments
+        .get(record.segment)
+        .map_or(record.address, |segment| segment.address);
+    LiveBlock {
+        allocation: Allocation {
+            id: page.ids[at],
+            address: record.address,
+            bytes: record.size,
+            slot,
+            pool: mark,
+        },
+        tag: Tag(page.tags[at]),
+        segment: SegmentId(record.segment),
+        offset: record.address - base,
+        bytes: record.size,
+        requested: page.requested[at],
+    }
+}
+
+/// Strikes segments out that were given back since the restored state, and adds those registered since as
+/// free space. What was given back was one free block in every state that could be restored.
+fn match_segments(books: &mut Books, segments: &Segments) {
+    let mut heads = std::mem::take(&mut books.state.heads);
+    heads.retain(|head| {
+        let there = segments.get(head.segment).is_some();
+        if !there {
+            books.strike_segment(*head);
+        }
+        there
+    });
+    // Numbers only grow: all that is missing was registered after all that is there.
+    let known = heads.len();
+    books.state.heads = heads;
+    for segment in &segments.as_slice()[known..] {
+        books.add_segment(segment.number, segment.list, segment.address, segment.bytes);
+    }
+}
