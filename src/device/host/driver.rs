@@ -100,6 +100,9 @@ impl HostDevice {
     pub fn mem_free(&self, ptr: DevicePtr) -> Result<()> {
         let call = Call::Driver("cuMemFree");
         let mut state = self.enter_unsafe(call)?;
+        if ptr == DevicePtr::NULL {
+            return Ok(());
+        }
         let found = state.expect_allocated(call, ptr, Allocated::Plain);
         let bytes = found.or_else(|_| state.expect_allocated(call, ptr, Allocated::Async))?;
         state.run_until(call, |state| state.busy.is_empty())?;
@@ -168,14 +171,17 @@ impl HostDevice {
         Ok(ptr)
     }
 
-    /// `cuMemFreeAsync`. In the capture that allocated the address, a memory node. On a capturing stream, an address
-    /// from outside is accepted and not freed (so the driver does). An address of [`mem_alloc`](HostDevice::mem_alloc) is refused.
+    /// `cuMemFreeAsync`. On a capturing stream a memory node, for an address that the same capture allocated; any other is
+    /// refused there, and the capture left alone. Outside of a capture, for what [`mem_alloc_async`](HostDevice::mem_alloc_async)
+    /// gave, and for what a graph allocated once it was launched. The null address is freed by doing nothing.
     pub fn mem_free_async(&self, stream: &HostStream, ptr: DevicePtr) -> Result<()> {
         let call = Call::Driver("cuMemFreeAsync");
         let (mut state, key) = self.enter_on(call, stream)?;
         let capture = state.admit(call, key)?;
+        if ptr == DevicePtr::NULL {
+            return Ok(());
+        }
         match (state.allocated.get(&ptr.0).copied(), capture) {
-            (Some(Allocated::Async), Some(_)) => Ok(()),
             (Some(Allocated::Async), None) => {
                 state.refuse_unsafe(call)?;
                 state.allocated.remove(&ptr.0);
