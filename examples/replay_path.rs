@@ -22,22 +22,50 @@ struct Driver<D: Device> {
 
 impl<D: Device> Driver<D> {
     /// Runs g1, then `second` on its output, and checks both. The next input is another one.
-    fn step(&mut self, title: &str, round: u32, functions: [&Function; 2], expect: impl Fn(f32) -> f32) -> Result<(), Box<dyn Error>> {
+    fn step(
+        &mut self,
+        title: &str,
+        round: u32,
+        functions: [&Function; 2],
+        expect: impl Fn(f32) -> f32,
+    ) -> Result<(), Box<dyn Error>> {
         let x: Vec<f32> = (0..N).map(|i| (i % 97) as f32 + round as f32).collect();
         let bytes: Vec<u8> = x.iter().flat_map(|v| v.to_le_bytes()).collect();
         self.input.write(&self.device, &self.stream, &bytes)?;
 
         let step = self.trees.step();
-        let first = self.trees.run(functions[0], &step, &[], &self.stream, &mut [lend(&self.input)])?;
-        let second = self.trees.run(functions[1], &step, &[], &self.stream, &mut [lend(&first[0])])?;
-        println!("== {title}: {} {:?}, {} {:?}", functions[0].name(), first.phase(), functions[1].name(), second.phase());
+        let first = self.trees.run(
+            functions[0],
+            &step,
+            &[],
+            &self.stream,
+            &mut [lend(&self.input)],
+        )?;
+        let second = self.trees.run(
+            functions[1],
+            &step,
+            &[],
+            &self.stream,
+            &mut [lend(&first[0])],
+        )?;
+        println!(
+            "== {title}: {} {:?}, {} {:?}",
+            functions[0].name(),
+            first.phase(),
+            functions[1].name(),
+            second.phase()
+        );
         println!("{}", self.trees.picture());
 
         self.check(&first[0], x.iter().map(|v| v + 1.0))?;
         self.check(&second[0], x.iter().map(|v| expect(v + 1.0)))
     }
 
-    fn check(&mut self, output: &Tensor<D>, expected: impl Iterator<Item = f32>) -> Result<(), Box<dyn Error>> {
+    fn check(
+        &mut self,
+        output: &Tensor<D>,
+        expected: impl Iterator<Item = f32>,
+    ) -> Result<(), Box<dyn Error>> {
         let bytes = output.read(&self.device, &self.stream)?;
         for (index, (got, want)) in bytes.chunks_exact(4).zip(expected).enumerate() {
             let got = f32::from_le_bytes([got[0], got[1], got[2], got[3]]);
@@ -51,14 +79,30 @@ impl<D: Device> Driver<D> {
 }
 
 /// A function out = in * scale + add over `N` floats.
-fn scale_add<D: Device>(trees: &GraphTrees<D>, kernels: &Arc<KernelSet<D>>, name: &str, scale: f32, add: f32) -> Result<Function, Box<dyn Error>> {
+fn scale_add<D: Device>(
+    trees: &GraphTrees<D>,
+    kernels: &Arc<KernelSet<D>>,
+    name: &str,
+    scale: f32,
+    add: f32,
+) -> Result<Function, Box<dyn Error>> {
     let kernels = kernels.clone();
-    Ok(trees.register(FunctionSpec::new(name), move |recorder, mut inputs| {
-        let x = inputs.take(0)?;
-        let out = recorder.alloc(x.bytes())?;
-        kernels.scale_add(recorder.device(), recorder.stream(), out.ptr()?, x.ptr()?, N, scale, add)?;
-        Ok(vec![out])
-    })?)
+    Ok(
+        trees.register(FunctionSpec::new(name), move |recorder, mut inputs| {
+            let x = inputs.take(0)?;
+            let out = recorder.alloc(x.bytes())?;
+            kernels.scale_add(
+                recorder.device(),
+                recorder.stream(),
+                out.ptr()?,
+                x.ptr()?,
+                N,
+                scale,
+                add,
+            )?;
+            Ok(vec![out])
+        })?,
+    )
 }
 
 fn drive<D: Device>(device: D) -> Result<usize, Box<dyn Error>> {
@@ -71,7 +115,13 @@ fn drive<D: Device>(device: D) -> Result<usize, Box<dyn Error>> {
     let g3 = scale_add(&trees, &kernels, "g3", 3.0, -1.0)?;
     let input = allocator.alloc(&stream, 4 * N)?;
 
-    let mut driver = Driver { device, stream, trees, input, checked: 0 };
+    let mut driver = Driver {
+        device,
+        stream,
+        trees,
+        input,
+        checked: 0,
+    };
     let (double, triple) = (|y: f32| y * 2.0, |y: f32| y * 3.0 + -1.0);
     driver.step("first run", 0, [&g1, &g2], double)?;
     driver.step("second run", 1, [&g1, &g2], double)?;

@@ -17,7 +17,10 @@ use slotmap::SlotMap;
 
 use crate::device::{Device, DevicePtr, Mark};
 use crate::error::{Error, Result};
-use crate::pool::{Allocation, Backing, Freed, Pool, PoolConfig, PoolError, PoolSnapshot, PoolStats, StreamId, Tag, Trimmed};
+use crate::pool::{
+    Allocation, Backing, Freed, Pool, PoolConfig, PoolError, PoolSnapshot, PoolStats, StreamId,
+    Tag, Trimmed,
+};
 use crate::storage::{Source, Storage, StorageId, Tensor};
 use crate::sync::lock;
 use backing::PoolBacking;
@@ -82,17 +85,35 @@ impl<D: Device> Memory<D> {
 }
 
 impl<D: Device> Books<D> {
-    fn free(&mut self, device: &D, pool: PoolKey, block: Allocation, stream: Option<&D::Stream>, born: u64) {
-        let Some(entry) = self.pools.get_mut(pool) else { return };
+    fn free(
+        &mut self,
+        device: &D,
+        pool: PoolKey,
+        block: Allocation,
+        stream: Option<&D::Stream>,
+        born: u64,
+    ) {
+        let Some(entry) = self.pools.get_mut(pool) else {
+            return;
+        };
         // An orphan's free is a no-op: its memory belongs to the restored state.
         if let Ok(Freed::Block { .. }) = entry.pool.free(block)
             && let Some(stream) = stream
         {
             let id = device.stream_id(stream);
-            let capture = self.captures.iter().find(|(s, _)| *s == id).map(|(_, serial)| *serial);
+            let capture = self
+                .captures
+                .iter()
+                .find(|(s, _)| *s == id)
+                .map(|(_, serial)| *serial);
             // A capture kills only what was born in it: what came from outside lives on until a run takes its place.
             if capture.is_none() || capture == Some(born) {
-                device.mark(stream, DevicePtr(block.address()), block.bytes(), Mark::Dead);
+                device.mark(
+                    stream,
+                    DevicePtr(block.address()),
+                    block.bytes(),
+                    Mark::Dead,
+                );
             }
         }
         if entry.uses == 0 {
@@ -102,7 +123,12 @@ impl<D: Device> Books<D> {
 
     /// Drops the record of a pool that nobody can reach any more.
     fn forget_if_empty(&mut self, key: PoolKey) {
-        if key != self.default && self.pools.get(key).is_some_and(|e| e.uses == 0 && e.pool.stats().segments.current == 0) {
+        if key != self.default
+            && self
+                .pools
+                .get(key)
+                .is_some_and(|e| e.uses == 0 && e.pool.stats().segments.current == 0)
+        {
             self.pools.remove(key);
         }
     }
@@ -130,10 +156,20 @@ impl<D: Device> Shared<D> {
     }
 
     /// Allocates from a pool; where the device is out of memory and nothing captures, once more after a trim.
-    pub(crate) fn alloc_block(&self, pool: PoolKey, stream: &D::Stream, bytes: u64, tag: Tag) -> Result<(Allocation, u64)> {
+    pub(crate) fn alloc_block(
+        &self,
+        pool: PoolKey,
+        stream: &D::Stream,
+        bytes: u64,
+        tag: Tag,
+    ) -> Result<(Allocation, u64)> {
         let mut books = lock(&self.books);
         let id = self.device.stream_id(stream);
-        let born = books.captures.iter().find(|(s, _)| *s == id).map_or(0, |(_, serial)| *serial);
+        let born = books
+            .captures
+            .iter()
+            .find(|(s, _)| *s == id)
+            .map_or(0, |(_, serial)| *serial);
         let first = books.pools[pool].pool.alloc(StreamId(id), bytes, tag);
         let block = match first {
             Err(PoolError::OutOfMemory { .. }) if books.captures.is_empty() => {
@@ -144,7 +180,12 @@ impl<D: Device> Shared<D> {
             other => other?,
         };
         if !block.is_empty() {
-            self.device.mark(stream, DevicePtr(block.address()), block.bytes(), Mark::Live);
+            self.device.mark(
+                stream,
+                DevicePtr(block.address()),
+                block.bytes(),
+                Mark::Live,
+            );
         }
         Ok((block, born))
     }
@@ -166,10 +207,25 @@ impl<D: Device> Allocator<D> {
     pub fn with_config(device: D, config: PoolConfig) -> Result<Self> {
         let mut pools = SlotMap::with_key();
         let pool = Pool::new(config, PoolBacking::device(device.clone()))?;
-        let default = pools.insert(Entry { id: PoolId(0), pool, uses: 1 });
-        let books = Books { pools, default, routes: Routes::default(), captures: Vec::new(), next_pool: 1 };
+        let default = pools.insert(Entry {
+            id: PoolId(0),
+            pool,
+            uses: 1,
+        });
+        let books = Books {
+            pools,
+            default,
+            routes: Routes::default(),
+            captures: Vec::new(),
+            next_pool: 1,
+        };
         Ok(Allocator {
-            shared: Arc::new(Shared { device, books: Mutex::new(books), storages: AtomicU64::new(1), captures: AtomicU64::new(1) }),
+            shared: Arc::new(Shared {
+                device,
+                books: Mutex::new(books),
+                storages: AtomicU64::new(1),
+                captures: AtomicU64::new(1),
+            }),
         })
     }
 
@@ -189,7 +245,10 @@ impl<D: Device> Allocator<D> {
         let made_at = Location::caller();
         let (pool, born) = {
             let books = lock(&self.shared.books);
-            books.routes.pool_for(self.shared.device.stream_id(stream)).unwrap_or((books.default, None))
+            books
+                .routes
+                .pool_for(self.shared.device.stream_id(stream))
+                .unwrap_or((books.default, None))
         };
         let tensor = alloc_in(&self.shared, pool, stream, bytes, made_at)?;
         if let Some(born) = born {
@@ -200,9 +259,16 @@ impl<D: Device> Allocator<D> {
 
     /// A tensor over memory of the caller's own; `keeper` is dropped when the last handle is gone.
     #[track_caller]
-    pub fn import(&self, ptr: DevicePtr, bytes: u64, keeper: impl std::any::Any + Send + Sync) -> Tensor<D> {
+    pub fn import(
+        &self,
+        ptr: DevicePtr,
+        bytes: u64,
+        keeper: impl std::any::Any + Send + Sync,
+    ) -> Tensor<D> {
         let id = self.shared.next_storage();
-        let source = Source::Imported { _keeper: Box::new(keeper) };
+        let source = Source::Imported {
+            _keeper: Box::new(keeper),
+        };
         Tensor::first(Storage::unowned(id, ptr, bytes, source, Location::caller()))
     }
 
@@ -220,7 +286,11 @@ impl<D: Device> Allocator<D> {
         let id = PoolId(books.next_pool);
         books.next_pool += 1;
         let key = books.pools.insert(Entry { id, pool, uses: 1 });
-        Ok(PoolHandle { shared: self.shared.clone(), key, id })
+        Ok(PoolHandle {
+            shared: self.shared.clone(),
+            key,
+            id,
+        })
     }
 
     /// One more handle on a private pool that is in use.
@@ -229,12 +299,20 @@ impl<D: Device> Allocator<D> {
     /// [`Error::UnknownPool`]; [`Error::PoolReleased`] where its last user is gone.
     pub fn pool(&self, id: PoolId) -> Result<PoolHandle<D>> {
         let mut books = lock(&self.shared.books);
-        let (key, entry) = books.pools.iter_mut().find(|(_, e)| e.id == id).ok_or(Error::UnknownPool(id))?;
+        let (key, entry) = books
+            .pools
+            .iter_mut()
+            .find(|(_, e)| e.id == id)
+            .ok_or(Error::UnknownPool(id))?;
         if entry.uses == 0 {
             return Err(Error::PoolReleased(id));
         }
         entry.uses += 1;
-        Ok(PoolHandle { shared: self.shared.clone(), key, id })
+        Ok(PoolHandle {
+            shared: self.shared.clone(),
+            key,
+            id,
+        })
     }
 
     /// Gives memory back to the device: wholly free segments of the default pool, and of private pools whose last graph and handle are gone.
@@ -245,7 +323,9 @@ impl<D: Device> Allocator<D> {
     pub fn trim(&self) -> Result<Trimmed> {
         let mut books = lock(&self.shared.books);
         if !books.captures.is_empty() {
-            return Err(Error::CaptureUnderway { captures: books.captures.len() });
+            return Err(Error::CaptureUnderway {
+                captures: books.captures.len(),
+            });
         }
         self.shared.device.synchronize_device()?;
         Ok(books.trim()?)
@@ -269,7 +349,12 @@ impl<D: Device> Allocator<D> {
     #[must_use]
     pub fn private_pools(&self) -> Vec<(PoolId, usize, PoolStats)> {
         let books = lock(&self.shared.books);
-        let mut all: Vec<_> = books.pools.iter().filter(|(k, _)| *k != books.default).map(|(_, e)| (e.id, e.uses, e.pool.stats())).collect();
+        let mut all: Vec<_> = books
+            .pools
+            .iter()
+            .filter(|(k, _)| *k != books.default)
+            .map(|(_, e)| (e.id, e.uses, e.pool.stats()))
+            .collect();
         all.sort_by_key(|(id, ..)| *id);
         all
     }
@@ -289,16 +374,34 @@ impl<D: Device> Allocator<D> {
     /// [`Error::ForeignPool`].
     pub fn route_stream(&self, stream: &D::Stream, pool: &PoolHandle<D>) -> Result<RouteGuard<D>> {
         self.own(pool)?;
-        Ok(RouteGuard::stream(&self.shared, self.shared.device.stream_id(stream), pool))
+        Ok(RouteGuard::stream(
+            &self.shared,
+            self.shared.device.stream_id(stream),
+            pool,
+        ))
     }
 
     /// Routes one call of a function: this thread's allocations, and those for `stream`; what is allocated is noted in `born`.
-    pub(crate) fn route_call(&self, stream: &D::Stream, pool: &PoolHandle<D>, born: &Born<D>) -> RouteGuard<D> {
-        RouteGuard::call(&self.shared, self.shared.device.stream_id(stream), pool, born.clone())
+    pub(crate) fn route_call(
+        &self,
+        stream: &D::Stream,
+        pool: &PoolHandle<D>,
+        born: &Born<D>,
+    ) -> RouteGuard<D> {
+        RouteGuard::call(
+            &self.shared,
+            self.shared.device.stream_id(stream),
+            pool,
+            born.clone(),
+        )
     }
 
     pub(crate) fn own(&self, pool: &PoolHandle<D>) -> Result<()> {
-        if Arc::ptr_eq(&self.shared, &pool.shared) { Ok(()) } else { Err(Error::ForeignPool) }
+        if Arc::ptr_eq(&self.shared, &pool.shared) {
+            Ok(())
+        } else {
+            Err(Error::ForeignPool)
+        }
     }
 
     /// Notes that a capture is about to begin on `stream`, so that nothing is given back to the device meanwhile. Its serial.
@@ -306,41 +409,71 @@ impl<D: Device> Allocator<D> {
     /// Called before the driver's begin; [`leave_capture`](Allocator::leave_capture) after the driver's end: the notes enclose the window.
     pub(crate) fn enter_capture(&self, stream: &D::Stream) -> u64 {
         let serial = self.shared.captures.fetch_add(1, Ordering::Relaxed);
-        lock(&self.shared.books).captures.push((self.shared.device.stream_id(stream), serial));
+        lock(&self.shared.books)
+            .captures
+            .push((self.shared.device.stream_id(stream), serial));
         serial
     }
 
     pub(crate) fn leave_capture(&self, serial: u64) {
-        lock(&self.shared.books).captures.retain(|(_, s)| *s != serial);
+        lock(&self.shared.books)
+            .captures
+            .retain(|(_, s)| *s != serial);
     }
 }
 
 /// Allocates a tensor from a pool.
-pub(crate) fn alloc_in<D: Device>(shared: &Arc<Shared<D>>, pool: PoolKey, stream: &D::Stream, bytes: u64, made_at: &'static Location<'static>) -> Result<Tensor<D>> {
+pub(crate) fn alloc_in<D: Device>(
+    shared: &Arc<Shared<D>>,
+    pool: PoolKey,
+    stream: &D::Stream,
+    bytes: u64,
+    made_at: &'static Location<'static>,
+) -> Result<Tensor<D>> {
     if bytes == 0 {
         return Ok(Tensor::empty().remade_at(made_at));
     }
     let id = shared.next_storage();
     let (block, born) = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
-    let memory = Memory { shared: shared.clone(), pool };
-    Ok(Tensor::first(Storage::owning(id, block, bytes, memory, stream.clone(), born, made_at)))
+    let memory = Memory {
+        shared: shared.clone(),
+        pool,
+    };
+    Ok(Tensor::first(Storage::owning(
+        id,
+        block,
+        bytes,
+        memory,
+        stream.clone(),
+        born,
+        made_at,
+    )))
 }
 
 impl<D: Device> Clone for Allocator<D> {
     fn clone(&self) -> Self {
-        Allocator { shared: self.shared.clone() }
+        Allocator {
+            shared: self.shared.clone(),
+        }
     }
 }
 
 impl<D: Device> fmt::Debug for Allocator<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let books = lock(&self.shared.books);
-        f.debug_struct("Allocator").field("pools", &books.pools.len()).field("captures", &books.captures.len()).finish_non_exhaustive()
+        f.debug_struct("Allocator")
+            .field("pools", &books.pools.len())
+            .field("captures", &books.captures.len())
+            .finish_non_exhaustive()
     }
 }
 
 /// Gives access to a pool's books for one operation.
-fn with_pool<D: Device, T>(shared: &Shared<D>, key: PoolKey, f: impl FnOnce(&mut Pool<PoolBacking<D>>) -> T) -> T {
+fn with_pool<D: Device, T>(
+    shared: &Shared<D>,
+    key: PoolKey,
+    f: impl FnOnce(&mut Pool<PoolBacking<D>>) -> T,
+) -> T {
     f(&mut lock(&shared.books).pools[key].pool)
 }
 

@@ -42,11 +42,15 @@ pub enum Error {
     },
 
     /// No pool has this id.
-    #[error("there is no pool {0}: it was never made, or its last graph, handle and block are gone")]
+    #[error(
+        "there is no pool {0}: it was never made, or its last graph, handle and block are gone"
+    )]
     UnknownPool(PoolId),
 
     /// The pool's last user is gone; what is left of it only waits to be trimmed.
-    #[error("pool {0} has no graph and no handle any more and cannot be used again; make a new one")]
+    #[error(
+        "pool {0} has no graph and no handle any more and cannot be used again; make a new one"
+    )]
     PoolReleased(PoolId),
 
     /// The pool belongs to another allocator.
@@ -85,8 +89,10 @@ pub enum Error {
     },
 
     /// The closure kept memory of the pool beyond the call without returning it.
-    #[error("{function} kept {bytes} B at {place}, allocated at {at} during its {phase}, without returning it: the pool reuses that memory, so the handle is \
-             stale now; return it as an output, or allocate it outside of the function")]
+    #[error(
+        "{function} kept {bytes} B at {place}, allocated at {at} during its {phase}, without returning it: the pool reuses that memory, so the handle is \
+             stale now; return it as an output, or allocate it outside of the function"
+    )]
     Untracked {
         /// The function's name.
         function: Arc<str>,
@@ -103,7 +109,9 @@ pub enum Error {
     },
 
     /// The closure returned a tensor that is none of: allocated in this call, an input, an output on the path, or memory outside the pool.
-    #[error("output {output} of {function} lies in the tree's pool but is neither made in this call nor held by the path")]
+    #[error(
+        "output {output} of {function} lies in the tree's pool but is neither made in this call nor held by the path"
+    )]
     ForeignOutput {
         /// The function's name.
         function: Arc<str>,
@@ -112,14 +120,18 @@ pub enum Error {
     },
 
     /// `run` was called from inside a function's closure.
-    #[error("{function} was run from inside a function of the same tree; call it after the outer run has returned")]
+    #[error(
+        "{function} was run from inside a function of the same tree; call it after the outer run has returned"
+    )]
     Nested {
         /// The function that was to be run.
         function: Arc<str>,
     },
 
     /// The function or token belongs to another tree.
-    #[error("the {what} belongs to another GraphTrees; functions, tokens and trees are used together")]
+    #[error(
+        "the {what} belongs to another GraphTrees; functions, tokens and trees are used together"
+    )]
     ForeignHandle {
         /// What does.
         what: &'static str,
@@ -135,7 +147,9 @@ pub enum Error {
     },
 
     /// A static input that was bound at registration is gone.
-    #[error("input {input} of {function} was bound at registration, and its storage has died since; register the function again with one that lives")]
+    #[error(
+        "input {input} of {function} was bound at registration, and its storage has died since; register the function again with one that lives"
+    )]
     StaticDied {
         /// The function's name.
         function: Arc<str>,
@@ -199,8 +213,16 @@ pub struct Stale {
 impl fmt::Display for Stale {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.made {
-            Made::Output { function, output } => write!(f, "output {output} of {function}, handed out at {}, ", self.made_at)?,
-            Made::Inside => write!(f, "memory allocated inside a function at {}, ", self.made_at)?,
+            Made::Output { function, output } => write!(
+                f,
+                "output {output} of {function}, handed out at {}, ",
+                self.made_at
+            )?,
+            Made::Inside => write!(
+                f,
+                "memory allocated inside a function at {}, ",
+                self.made_at
+            )?,
         }
         f.write_str("was overwritten by a subsequent run")?;
         if let (Some(by), Some(at)) = (&self.taken_by, self.taken_at) {

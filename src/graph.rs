@@ -26,7 +26,10 @@ pub struct CaptureOptions<D: Device> {
 
 impl<D: Device> Default for CaptureOptions<D> {
     fn default() -> Self {
-        CaptureOptions { pool: None, mode: CaptureMode::ThreadLocal }
+        CaptureOptions {
+            pool: None,
+            mode: CaptureMode::ThreadLocal,
+        }
     }
 }
 
@@ -46,7 +49,10 @@ impl<D: Device> Graph<D> {
     /// A graph object without a graph.
     #[must_use]
     pub fn new(allocator: &Allocator<D>) -> Self {
-        Graph { allocator: allocator.clone(), captured: None }
+        Graph {
+            allocator: allocator.clone(),
+            captured: None,
+        }
     }
 
     /// Begins a capture on `stream`, with a pool of its own.
@@ -61,7 +67,11 @@ impl<D: Device> Graph<D> {
     ///
     /// # Errors
     /// [`Error::AlreadyCaptured`]; [`Error::ForeignPool`]; the device's, for example on the default stream. Nothing has changed then.
-    pub fn capture_with(&mut self, stream: &D::Stream, options: CaptureOptions<D>) -> Result<Capture<'_, D>> {
+    pub fn capture_with(
+        &mut self,
+        stream: &D::Stream,
+        options: CaptureOptions<D>,
+    ) -> Result<Capture<'_, D>> {
         if self.captured.is_some() {
             return Err(Error::AlreadyCaptured);
         }
@@ -79,7 +89,15 @@ impl<D: Device> Graph<D> {
             allocator.leave_capture(serial);
             return Err(error.into());
         }
-        Ok(Capture { graph: self, stream: stream.clone(), window: Some(Window { route, serial, pool }) })
+        Ok(Capture {
+            graph: self,
+            stream: stream.clone(),
+            window: Some(Window {
+                route,
+                serial,
+                pool,
+            }),
+        })
     }
 
     /// The pool that the graph's memory lies in, as a further use: to capture another graph into it.
@@ -104,7 +122,10 @@ impl<D: Device> Graph<D> {
     /// [`Error::NotCaptured`]; the device's.
     pub fn replay(&self, stream: &D::Stream) -> Result<()> {
         let captured = self.captured()?;
-        Ok(self.allocator.device().launch_graph(&captured.exec, stream, &[])?)
+        Ok(self
+            .allocator
+            .device()
+            .launch_graph(&captured.exec, stream, &[])?)
     }
 
     /// Drops the graph and its use of the pool. Idempotent. Tensors made during its capture stay good.
@@ -120,7 +141,11 @@ impl<D: Device> Graph<D> {
 impl<D: Device> fmt::Debug for Graph<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.captured {
-            Some(c) => f.debug_struct("Graph").field("pool", &c.pool).field("nodes", &c.info.nodes()).finish_non_exhaustive(),
+            Some(c) => f
+                .debug_struct("Graph")
+                .field("pool", &c.pool)
+                .field("nodes", &c.info.nodes())
+                .finish_non_exhaustive(),
             None => f.write_str("Graph(not captured)"),
         }
     }
@@ -161,8 +186,12 @@ impl<D: Device> Capture<'_, D> {
     /// [`PoolError::OutOfMemory`](crate::pool::PoolError::OutOfMemory); the capture goes on.
     #[track_caller]
     pub fn alloc(&self, bytes: u64) -> Result<Tensor<D>> {
-        let Some(window) = &self.window else { return Err(Error::NotCaptured) };
-        window.pool.alloc_at(&self.stream, bytes, Location::caller())
+        let Some(window) = &self.window else {
+            return Err(Error::NotCaptured);
+        };
+        window
+            .pool
+            .alloc_at(&self.stream, bytes, Location::caller())
     }
 
     /// Ends the capture and makes the graph executable.
@@ -173,7 +202,9 @@ impl<D: Device> Capture<'_, D> {
     pub fn end(mut self) -> Result<()> {
         let span = debug_span!("capture");
         let _entered = span.enter();
-        let Some(window) = self.window.take() else { return Err(Error::NotCaptured) };
+        let Some(window) = self.window.take() else {
+            return Err(Error::NotCaptured);
+        };
         let allocator = self.graph.allocator.clone();
         let device = allocator.device();
         let ended = device.end_capture(&self.stream);
@@ -188,10 +219,13 @@ impl<D: Device> Capture<'_, D> {
             warn!("the captured graph is empty");
         }
         let exec = device.instantiate(&template)?;
-        self.graph.captured = Some(Captured { exec, info, pool: window.pool });
+        self.graph.captured = Some(Captured {
+            exec,
+            info,
+            pool: window.pool,
+        });
         Ok(())
     }
-
 }
 
 impl<D: Device> Drop for Capture<'_, D> {
@@ -203,12 +237,14 @@ impl<D: Device> Drop for Capture<'_, D> {
                 tracing::debug!(%error, "an abandoned capture ended with an error");
             }
             allocator.leave_capture(window.serial);
-            }
+        }
     }
 }
 
 impl<D: Device> fmt::Debug for Capture<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Capture").field("stream", &self.stream).finish_non_exhaustive()
+        f.debug_struct("Capture")
+            .field("stream", &self.stream)
+            .finish_non_exhaustive()
     }
 }

@@ -20,11 +20,22 @@ impl<D: Device> GraphTrees<D> {
     #[must_use]
     pub fn picture(&self) -> String {
         let view = self.view();
-        let owner = |tag: Tag| view.held.iter().find(|h| h.storage.0 == tag.0).map(|h| format!("{}.{}", h.function, h.output));
+        let owner = |tag: Tag| {
+            view.held
+                .iter()
+                .find(|h| h.storage.0 == tag.0)
+                .map(|h| format!("{}.{}", h.function, h.output))
+        };
         let mut text = tree_picture(&view);
-        text.push_str(&pool_picture(&format!("pool {}", self.pool_id()), &self.pool_snapshot(), &owner));
+        text.push_str(&pool_picture(
+            &format!("pool {}", self.pool_id()),
+            &self.pool_snapshot(),
+            &owner,
+        ));
         if !view.books_exact {
-            text.push_str("books: as of the last recording; what is held lies where the tree says\n");
+            text.push_str(
+                "books: as of the last recording; what is held lies where the tree says\n",
+            );
         }
         text
     }

@@ -44,7 +44,9 @@ pub(crate) struct LiveMask {
 
 impl LiveMask {
     pub(crate) fn new(bits: usize) -> Arc<LiveMask> {
-        Arc::new(LiveMask { words: (0..bits.div_ceil(64)).map(|_| AtomicU64::new(0)).collect() })
+        Arc::new(LiveMask {
+            words: (0..bits.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+        })
     }
 
     pub(crate) fn set(&self, bit: u32) {
@@ -68,7 +70,10 @@ impl LiveMask {
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.words.iter().map(|w| w.load(Ordering::Acquire).count_ones() as usize).sum()
+        self.words
+            .iter()
+            .map(|w| w.load(Ordering::Acquire).count_ones() as usize)
+            .sum()
     }
 }
 
@@ -121,7 +126,15 @@ pub(crate) struct Storage<D: Device> {
 
 impl<D: Device> Storage<D> {
     /// A storage that owns `block`, with one owner to come (the tensor that wraps it).
-    pub(crate) fn owning(id: StorageId, block: Allocation, bytes: u64, memory: Memory<D>, stream: D::Stream, born: u64, made_at: &'static Location<'static>) -> Arc<Self> {
+    pub(crate) fn owning(
+        id: StorageId,
+        block: Allocation,
+        bytes: u64,
+        memory: Memory<D>,
+        stream: D::Stream,
+        born: u64,
+        made_at: &'static Location<'static>,
+    ) -> Arc<Self> {
         Arc::new(Storage {
             id,
             ptr: DevicePtr(block.address()),
@@ -129,13 +142,25 @@ impl<D: Device> Storage<D> {
             word: Word::new(true, 1),
             made_at,
             home: OnceLock::new(),
-            custody: Mutex::new(Custody { block: Some(block), stream: Some(stream), born, watchers: Vec::new(), taken: None }),
+            custody: Mutex::new(Custody {
+                block: Some(block),
+                stream: Some(stream),
+                born,
+                watchers: Vec::new(),
+                taken: None,
+            }),
             source: Source::Pool(memory),
         })
     }
 
     /// A storage that owns no block: imported memory, or a place in a pool that is to be adopted.
-    pub(crate) fn unowned(id: StorageId, ptr: DevicePtr, bytes: u64, source: Source<D>, made_at: &'static Location<'static>) -> Arc<Self> {
+    pub(crate) fn unowned(
+        id: StorageId,
+        ptr: DevicePtr,
+        bytes: u64,
+        source: Source<D>,
+        made_at: &'static Location<'static>,
+    ) -> Arc<Self> {
         Arc::new(Storage {
             id,
             ptr,
@@ -143,7 +168,13 @@ impl<D: Device> Storage<D> {
             word: Word::new(false, 1),
             made_at,
             home: OnceLock::new(),
-            custody: Mutex::new(Custody { block: None, stream: None, born: 0, watchers: Vec::new(), taken: None }),
+            custody: Mutex::new(Custody {
+                block: None,
+                stream: None,
+                born: 0,
+                watchers: Vec::new(),
+                taken: None,
+            }),
             source,
         })
     }
@@ -227,8 +258,17 @@ impl<D: Device> Storage<D> {
     fn give_back(&self, watched: bool) {
         let (block, stream, born, watchers) = {
             let mut custody = lock(&self.custody);
-            let watchers = if watched { std::mem::take(&mut custody.watchers) } else { Vec::new() };
-            (custody.block.take(), custody.stream.clone(), custody.born, watchers)
+            let watchers = if watched {
+                std::mem::take(&mut custody.watchers)
+            } else {
+                Vec::new()
+            };
+            (
+                custody.block.take(),
+                custody.stream.clone(),
+                custody.born,
+                watchers,
+            )
         };
         for watcher in watchers {
             if let Some(flag) = watcher.upgrade() {
@@ -317,10 +357,18 @@ impl<D: Device> Storage<D> {
             None => (None, None),
         };
         let made = match self.home.get() {
-            Some(home) => Made::Output { function: home.function.clone(), output: home.output },
+            Some(home) => Made::Output {
+                function: home.function.clone(),
+                output: home.output,
+            },
             None => Made::Inside,
         };
-        Stale { made, made_at, taken_by, taken_at }
+        Stale {
+            made,
+            made_at,
+            taken_by,
+            taken_at,
+        }
     }
 }
 

@@ -146,31 +146,70 @@ impl<D: Device> GraphTrees<D> {
     where
         F: Fn(&mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync + 'static,
     {
-        let FunctionSpec { name, mut statics, mut bound, skip_warmup } = spec;
+        let FunctionSpec {
+            name,
+            mut statics,
+            mut bound,
+            skip_warmup,
+        } = spec;
         statics.sort_unstable();
         bound.sort_by_key(|(position, _)| *position);
         if let Some(position) = bound.windows(2).find(|w| w[0].0 == w[1].0).map(|w| w[0].0) {
-            return Err(inputs_error(&name, format!("input {position} is bound twice")));
+            return Err(inputs_error(
+                &name,
+                format!("input {position} is bound twice"),
+            ));
         }
-        if let Some((position, _)) = bound.iter().find(|(position, _)| statics.binary_search(position).is_ok()) {
-            return Err(inputs_error(&name, format!("input {position} is bound, and so static already: do not declare it as a static input too")));
+        if let Some((position, _)) = bound
+            .iter()
+            .find(|(position, _)| statics.binary_search(position).is_ok())
+        {
+            return Err(inputs_error(
+                &name,
+                format!(
+                    "input {position} is bound, and so static already: do not declare it as a static input too"
+                ),
+            ));
         }
         let bound_died = Arc::new(AtomicBool::new(false));
         for (position, input) in &bound {
             let Bound::Tensor(weak) = input else { continue };
-            let tensor = weak.upgrade().ok_or_else(|| Error::StaticDied { function: name.clone(), input: *position })?;
-            let Some(storage) = tensor.storage() else { continue };
-            if storage.memory().is_some_and(|m| m.in_pool(&self.inner.pool)) {
-                let detail = format!("input {position} is an output of this tree, whose memory is reused: pass it to run, or bind a tensor from outside");
+            let tensor = weak.upgrade().ok_or_else(|| Error::StaticDied {
+                function: name.clone(),
+                input: *position,
+            })?;
+            let Some(storage) = tensor.storage() else {
+                continue;
+            };
+            if storage
+                .memory()
+                .is_some_and(|m| m.in_pool(&self.inner.pool))
+            {
+                let detail = format!(
+                    "input {position} is an output of this tree, whose memory is reused: pass it to run, or bind a tensor from outside"
+                );
                 return Err(inputs_error(&name, detail));
             }
             storage.watch(&bound_died);
         }
         let mut state = lock(&self.inner.state);
         let number = u32::try_from(state.functions.len()).unwrap_or(u32::MAX);
-        let function = FunctionState { number, name: name.clone(), body: Arc::new(body), statics, bound, bound_died, skip_warmup, variants: Vec::new() };
+        let function = FunctionState {
+            number,
+            name: name.clone(),
+            body: Arc::new(body),
+            statics,
+            bound,
+            bound_died,
+            skip_warmup,
+            variants: Vec::new(),
+        };
         let key = state.functions.insert(function);
-        Ok(Function { key, name, owner: self.inner.owner.clone() })
+        Ok(Function {
+            key,
+            name,
+            owner: self.inner.owner.clone(),
+        })
     }
 
     /// Opens a generation: a step of the program. See [`Step`] for what its token protects.
@@ -191,9 +230,24 @@ impl<D: Device> GraphTrees<D> {
     /// # Panics
     /// Only with the closure's own panic, after everything is as it was.
     #[track_caller]
-    pub fn run(&self, function: &Function, step: &Step, key: &[i64], stream: &D::Stream, args: &mut [Arg<'_, D>]) -> Result<Outputs<D>> {
+    pub fn run(
+        &self,
+        function: &Function,
+        step: &Step,
+        key: &[i64],
+        stream: &D::Stream,
+        args: &mut [Arg<'_, D>],
+    ) -> Result<Outputs<D>> {
         let mut out = Outputs::new();
-        self.inner.run(function, step, key, stream, args, &mut out, Location::caller())?;
+        self.inner.run(
+            function,
+            step,
+            key,
+            stream,
+            args,
+            &mut out,
+            Location::caller(),
+        )?;
         Ok(out)
     }
 
@@ -215,7 +269,8 @@ impl<D: Device> GraphTrees<D> {
         out: &mut Outputs<D>,
     ) -> Result<()> {
         out.clear();
-        self.inner.run(function, step, key, stream, args, out, Location::caller())
+        self.inner
+            .run(function, step, key, stream, args, out, Location::caller())
     }
 }
 
@@ -257,7 +312,15 @@ impl<D: Device> Inner<D> {
         }
         let variant = state.functions[function.key].variant_or_new(key);
         let choice = state.choose(function.key, variant, args);
-        let call = Call { function: function.key, variant, name: &function.name, generation: step.number(), stream, args, at };
+        let call = Call {
+            function: function.key,
+            variant,
+            name: &function.name,
+            generation: step.number(),
+            stream,
+            args,
+            at,
+        };
         match choice {
             Choice::Replay(node) => self.replay(state, node, call, out),
             Choice::Record => self.record(state, call, out),
@@ -270,15 +333,24 @@ impl<D: Device> Inner<D> {
         let mut state = lock(&self.state);
         while let Some(thread) = state.busy {
             if thread == thread::current().id() {
-                return Err(Error::Nested { function: function.name.clone() });
+                return Err(Error::Nested {
+                    function: function.name.clone(),
+                });
             }
-            state = self.idle.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self
+                .idle
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
         Ok(state)
     }
 
     /// Calls `f` with the state given back, marked busy meanwhile. `f` does not unwind.
-    fn unlocked<'s, T>(&'s self, mut state: MutexGuard<'s, State<D>>, f: impl FnOnce() -> T) -> (MutexGuard<'s, State<D>>, T) {
+    fn unlocked<'s, T>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        f: impl FnOnce() -> T,
+    ) -> (MutexGuard<'s, State<D>>, T) {
         state.busy = Some(thread::current().id());
         drop(state);
         let result = f();
@@ -326,7 +398,12 @@ impl<D: Device> State<D> {
     }
 
     /// The first recording of a variant below the tip that may be replayed.
-    fn admitted(&self, function: FunctionKey, variant: usize, args: &[Arg<'_, D>]) -> Option<NodeKey> {
+    fn admitted(
+        &self,
+        function: FunctionKey,
+        variant: usize,
+        args: &[Arg<'_, D>],
+    ) -> Option<NodeKey> {
         let fits = |key: &NodeKey| match admit(&self.nodes[*key], args) {
             Ok(()) => true,
             Err(mismatch) => {
@@ -335,10 +412,19 @@ impl<D: Device> State<D> {
             }
         };
         match self.path.last() {
-            None => self.functions[function].variants[variant].roots.iter().copied().find(fits),
+            None => self.functions[function].variants[variant]
+                .roots
+                .iter()
+                .copied()
+                .find(fits),
             Some(_) => {
                 let tip = self.tip()?;
-                self.nodes[tip].children.iter().filter(|(v, _)| *v == (function, variant)).map(|(_, node)| *node).find(fits)
+                self.nodes[tip]
+                    .children
+                    .iter()
+                    .filter(|(v, _)| *v == (function, variant))
+                    .map(|(_, node)| *node)
+                    .find(fits)
             }
         }
     }
@@ -367,13 +453,18 @@ impl<D: Device> Drop for Inner<D> {
 
 impl<D: Device> Clone for GraphTrees<D> {
     fn clone(&self) -> Self {
-        GraphTrees { inner: self.inner.clone() }
+        GraphTrees {
+            inner: self.inner.clone(),
+        }
     }
 }
 
 impl<D: Device> fmt::Debug for GraphTrees<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = lock(&self.inner.state);
-        f.debug_struct("GraphTrees").field("functions", &state.functions.len()).field("nodes", &state.nodes.len()).finish_non_exhaustive()
+        f.debug_struct("GraphTrees")
+            .field("functions", &state.functions.len())
+            .field("nodes", &state.nodes.len())
+            .finish_non_exhaustive()
     }
 }

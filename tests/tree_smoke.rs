@@ -2,7 +2,6 @@
 mod common;
 use common::Rig;
 use cudagraph_trees::device::Device;
-use cudagraph_trees::{Phase, lend};
 
 suite!(paths);
 
@@ -15,7 +14,12 @@ fn paths<D: Device>(rig: Rig<D>) {
         let step = rig.trees.step();
         let a = rig.run(&g1, &step, &[&x]);
         let b = rig.run(&g2, &step, &[&a[0]]);
-        println!("{i} {:?} {:?} {}", a.phase(), b.phase(), rig.trees.pool_snapshot());
+        println!(
+            "{i} {:?} {:?} {}",
+            a.phase(),
+            b.phase(),
+            rig.trees.pool_snapshot()
+        );
         assert_eq!(rig.read(&b[0]), [4.0, 6.0, 8.0]);
         assert_eq!(rig.read(&a[0]), [2.0, 3.0, 4.0]);
     }
@@ -23,7 +27,12 @@ fn paths<D: Device>(rig: Rig<D>) {
         let step = rig.trees.step();
         let a = rig.run(&g1, &step, &[&x]);
         let b = rig.run(&g3, &step, &[&a[0]]);
-        println!("{i} {:?} {:?} {}", a.phase(), b.phase(), rig.trees.pool_snapshot());
+        println!(
+            "{i} {:?} {:?} {}",
+            a.phase(),
+            b.phase(),
+            rig.trees.pool_snapshot()
+        );
         assert_eq!(rig.read(&b[0]), [6.0, 9.0, 12.0]);
         assert_eq!(rig.read(&a[0]), [2.0, 3.0, 4.0]);
     }

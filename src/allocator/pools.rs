@@ -6,7 +6,10 @@ use std::sync::Arc;
 
 use crate::device::{Device, DevicePtr, Mark};
 use crate::error::Result;
-use crate::pool::{Adopt, Allocation, Checkpoint, LiveBlock, LiveCheck, PoolConfig, PoolError, PoolSnapshot, PoolStats, Restored, SegmentId, Tag, Unclaimed};
+use crate::pool::{
+    Adopt, Allocation, Checkpoint, LiveBlock, LiveCheck, PoolConfig, PoolError, PoolSnapshot,
+    PoolStats, Restored, SegmentId, Tag, Unclaimed,
+};
 use crate::storage::{Source, Storage, Tensor};
 use crate::sync::lock;
 
@@ -121,13 +124,21 @@ impl<D: Device> PoolHandle<D> {
     #[track_caller]
     pub fn unowned(&self, ptr: DevicePtr, bytes: u64) -> Tensor<D> {
         let id = self.shared.next_storage();
-        Tensor::first(Storage::unowned(id, ptr, bytes, Source::Pool(self.memory()), Location::caller()))
+        Tensor::first(Storage::unowned(
+            id,
+            ptr,
+            bytes,
+            Source::Pool(self.memory()),
+            Location::caller(),
+        ))
     }
 
     /// Frees the live block that starts at `ptr`, whoever owned it. False where there is none.
     pub fn free_at(&self, stream: &D::Stream, ptr: DevicePtr) -> bool {
         let mut books = lock(&self.shared.books);
-        let Some(block) = books.pools[self.key].pool.find(ptr.0) else { return false };
+        let Some(block) = books.pools[self.key].pool.find(ptr.0) else {
+            return false;
+        };
         books.free(&self.shared.device, self.key, block, Some(stream), 0);
         true
     }
@@ -135,7 +146,10 @@ impl<D: Device> PoolHandle<D> {
     /// Keeps the pool's state as it is now. Costs about a microsecond for ten thousand blocks, besides the list of owners.
     #[must_use]
     pub fn checkpoint(&self) -> PoolCheckpoint {
-        with_pool(&self.shared, self.key, |p| PoolCheckpoint { inner: p.checkpoint(), live: p.live() })
+        with_pool(&self.shared, self.key, |p| PoolCheckpoint {
+            inner: p.checkpoint(),
+            live: p.live(),
+        })
     }
 
     /// Brings the pool back to a kept state. Tensors in `adopt` become owners of the blocks at their addresses. Total and transactional.
@@ -143,16 +157,36 @@ impl<D: Device> PoolHandle<D> {
     /// # Errors
     /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage;
     /// [`PoolError::AdoptedTwice`] for two tensors of one storage; [`Error::Stale`]. Nothing has changed then.
-    pub fn restore(&self, stream: &D::Stream, checkpoint: &PoolCheckpoint, adopt: &[&Tensor<D>], unclaimed: Unclaimed) -> Result<PoolRestored> {
+    pub fn restore(
+        &self,
+        stream: &D::Stream,
+        checkpoint: &PoolCheckpoint,
+        adopt: &[&Tensor<D>],
+        unclaimed: Unclaimed,
+    ) -> Result<PoolRestored> {
         let mut entries = Vec::with_capacity(adopt.len());
         let mut storages = Vec::with_capacity(adopt.len());
         for tensor in adopt {
             tensor.check()?;
-            let absent = PoolError::AdoptNotInCheckpoint { index: entries.len(), saved: Allocation::EMPTY };
-            let Some(storage) = tensor.storage() else { return Err(absent.into()) };
+            let absent = PoolError::AdoptNotInCheckpoint {
+                index: entries.len(),
+                saved: Allocation::EMPTY,
+            };
+            let Some(storage) = tensor.storage() else {
+                return Err(absent.into());
+            };
             let address = storage.ptr().0;
-            let Some(saved) = checkpoint.live.iter().find(|b| b.allocation.address() == address) else { return Err(absent.into()) };
-            entries.push(Adopt { saved: saved.allocation, tag: Tag(storage.id().0) });
+            let Some(saved) = checkpoint
+                .live
+                .iter()
+                .find(|b| b.allocation.address() == address)
+            else {
+                return Err(absent.into());
+            };
+            entries.push(Adopt {
+                saved: saved.allocation,
+                tag: Tag(storage.id().0),
+            });
             storages.push(storage);
         }
         let restored = self.restore_blocks(stream, &checkpoint.inner, &entries, unclaimed)?;
@@ -165,10 +199,22 @@ impl<D: Device> PoolHandle<D> {
             kept: restored.kept,
             adopted: restored.adopted.len(),
             unclaimed: match unclaimed {
-                Unclaimed::Free => restored.freed.iter().map(|b| DevicePtr(b.allocation.address())).collect(),
-                Unclaimed::Keep => restored.unclaimed.iter().map(|b| DevicePtr(b.address())).collect(),
+                Unclaimed::Free => restored
+                    .freed
+                    .iter()
+                    .map(|b| DevicePtr(b.allocation.address()))
+                    .collect(),
+                Unclaimed::Keep => restored
+                    .unclaimed
+                    .iter()
+                    .map(|b| DevicePtr(b.address()))
+                    .collect(),
             },
-            orphaned: restored.orphaned.iter().map(|b| DevicePtr(b.allocation.address())).collect(),
+            orphaned: restored
+                .orphaned
+                .iter()
+                .map(|b| DevicePtr(b.allocation.address()))
+                .collect(),
         })
     }
 
@@ -178,18 +224,43 @@ impl<D: Device> PoolHandle<D> {
     }
 
     /// Restores, and marks what became free. The caller moves ownership.
-    pub(crate) fn restore_blocks(&self, stream: &D::Stream, checkpoint: &Checkpoint, adopt: &[Adopt], unclaimed: Unclaimed) -> Result<Restored> {
+    pub(crate) fn restore_blocks(
+        &self,
+        stream: &D::Stream,
+        checkpoint: &Checkpoint,
+        adopt: &[Adopt],
+        unclaimed: Unclaimed,
+    ) -> Result<Restored> {
         let mut books = lock(&self.shared.books);
-        let restored = books.pools[self.key].pool.restore(checkpoint, adopt, unclaimed)?;
+        let restored = books.pools[self.key]
+            .pool
+            .restore(checkpoint, adopt, unclaimed)?;
         // An orphan may lie where an adopted block lies (the same bytes under another id): those bytes have an owner.
         let taken = |a: Allocation| {
-            restored.adopted.iter().any(|b| a.address() < b.address() + b.bytes() && b.address() < a.address() + a.bytes())
+            restored.adopted.iter().any(|b| {
+                a.address() < b.address() + b.bytes() && b.address() < a.address() + a.bytes()
+            })
         };
-        for block in restored.orphaned.iter().filter(|b| !taken(b.allocation)).chain(&restored.freed) {
-            self.shared.device.mark(stream, DevicePtr(block.allocation.address()), block.allocation.bytes(), Mark::Dead);
+        for block in restored
+            .orphaned
+            .iter()
+            .filter(|b| !taken(b.allocation))
+            .chain(&restored.freed)
+        {
+            self.shared.device.mark(
+                stream,
+                DevicePtr(block.allocation.address()),
+                block.allocation.bytes(),
+                Mark::Dead,
+            );
         }
         for block in &restored.adopted {
-            self.shared.device.mark(stream, DevicePtr(block.address()), block.bytes(), Mark::Live);
+            self.shared.device.mark(
+                stream,
+                DevicePtr(block.address()),
+                block.bytes(),
+                Mark::Live,
+            );
         }
         Ok(restored)
     }
@@ -201,19 +272,31 @@ impl<D: Device> PoolHandle<D> {
         }
     }
 
-    pub(crate) fn alloc_at(&self, stream: &D::Stream, bytes: u64, made_at: &'static Location<'static>) -> Result<Tensor<D>> {
+    pub(crate) fn alloc_at(
+        &self,
+        stream: &D::Stream,
+        bytes: u64,
+        made_at: &'static Location<'static>,
+    ) -> Result<Tensor<D>> {
         alloc_in(&self.shared, self.key, stream, bytes, made_at)
     }
 
     fn memory(&self) -> Memory<D> {
-        Memory { shared: self.shared.clone(), pool: self.key }
+        Memory {
+            shared: self.shared.clone(),
+            pool: self.key,
+        }
     }
 }
 
 impl<D: Device> Clone for PoolHandle<D> {
     fn clone(&self) -> Self {
         lock(&self.shared.books).pools[self.key].uses += 1;
-        PoolHandle { shared: self.shared.clone(), key: self.key, id: self.id }
+        PoolHandle {
+            shared: self.shared.clone(),
+            key: self.key,
+            id: self.id,
+        }
     }
 }
 

@@ -52,7 +52,10 @@ impl<D: Device> Clone for Born<D> {
 
 impl<D: Device> Default for Routes<D> {
     fn default() -> Self {
-        Routes { routes: Vec::new(), next: 0 }
+        Routes {
+            routes: Vec::new(),
+            next: 0,
+        }
     }
 }
 
@@ -77,7 +80,11 @@ impl<D: Device> Routes<D> {
             Filter::Stream(s) => s == stream,
             Filter::Call(t, s) => t == thread || s == stream,
         };
-        self.routes.iter().rev().find(takes).map(|r| (r.pool, r.born.clone()))
+        self.routes
+            .iter()
+            .rev()
+            .find(takes)
+            .map(|r| (r.pool, r.born.clone()))
     }
 }
 
@@ -97,16 +104,36 @@ impl<D: Device> RouteGuard<D> {
         Self::install(shared, pool, Filter::Stream(stream), None)
     }
 
-    pub(super) fn call(shared: &Arc<Shared<D>>, stream: u32, pool: &PoolHandle<D>, born: Born<D>) -> Self {
-        Self::install(shared, pool, Filter::Call(thread::current().id(), stream), Some(born))
+    pub(super) fn call(
+        shared: &Arc<Shared<D>>,
+        stream: u32,
+        pool: &PoolHandle<D>,
+        born: Born<D>,
+    ) -> Self {
+        Self::install(
+            shared,
+            pool,
+            Filter::Call(thread::current().id(), stream),
+            Some(born),
+        )
     }
 
-    fn install(shared: &Arc<Shared<D>>, pool: &PoolHandle<D>, filter: Filter, born: Option<Born<D>>) -> Self {
+    fn install(
+        shared: &Arc<Shared<D>>,
+        pool: &PoolHandle<D>,
+        filter: Filter,
+        born: Option<Born<D>>,
+    ) -> Self {
         let pool = pool.clone();
         let mut books = lock(&shared.books);
         let serial = books.routes.next;
         books.routes.next += 1;
-        books.routes.routes.push(Route { serial, pool: pool.key, filter, born });
+        books.routes.routes.push(Route {
+            serial,
+            pool: pool.key,
+            filter,
+            born,
+        });
         drop(books);
         RouteGuard { pool, serial }
     }
@@ -114,7 +141,10 @@ impl<D: Device> RouteGuard<D> {
 
 impl<D: Device> Drop for RouteGuard<D> {
     fn drop(&mut self) {
-        lock(&self.pool.shared.books).routes.routes.retain(|r| r.serial != self.serial);
+        lock(&self.pool.shared.books)
+            .routes
+            .routes
+            .retain(|r| r.serial != self.serial);
     }
 }
 

@@ -10,18 +10,31 @@ use crate::tree::TreeView;
 #[must_use]
 pub fn tree_dot(view: &TreeView) -> String {
     let mut graph = DiGraph::<String, ()>::new();
-    let vertices: Vec<_> = view.nodes.iter().map(|n| (n.id, graph.add_node(title(n)))).collect();
+    let vertices: Vec<_> = view
+        .nodes
+        .iter()
+        .map(|n| (n.id, graph.add_node(title(n))))
+        .collect();
     let vertex = |id| vertices.iter().find(|(n, _)| *n == id).map(|(_, v)| *v);
     for node in &view.nodes {
         if let (Some(parent), Some(child)) = (node.parent.and_then(vertex), vertex(node.id)) {
             graph.add_edge(parent, child, ());
         }
     }
-    let on_path = |v| view.path.iter().any(|run| run.as_ref().ok().copied().and_then(vertex) == Some(v));
+    let on_path = |v| {
+        view.path
+            .iter()
+            .any(|run| run.as_ref().ok().copied().and_then(vertex) == Some(v))
+    };
     let attributes = |_: &DiGraph<String, ()>, (v, name): (_, &String)| {
         let bold = if on_path(v) { ", style=bold" } else { "" };
         format!("label=\"{}\"{bold}", name.replace('"', "'"))
     };
-    let dot = Dot::with_attr_getters(&graph, &[Config::EdgeNoLabel, Config::NodeNoLabel], &|_, _| String::new(), &attributes);
+    let dot = Dot::with_attr_getters(
+        &graph,
+        &[Config::EdgeNoLabel, Config::NodeNoLabel],
+        &|_, _| String::new(),
+        &attributes,
+    );
     format!("{dot:?}")
 }

@@ -13,9 +13,19 @@ use crate::pool::{PoolSnapshot, SizeClass, Tag};
 ///   +512     2096640 free
 /// ```
 #[must_use]
-pub fn pool_picture(name: &str, snapshot: &PoolSnapshot, owner: &dyn Fn(Tag) -> Option<String>) -> String {
+pub fn pool_picture(
+    name: &str,
+    snapshot: &PoolSnapshot,
+    owner: &dyn Fn(Tag) -> Option<String>,
+) -> String {
     let reserved: u64 = snapshot.segments.iter().map(|s| s.bytes).sum();
-    let live = || snapshot.segments.iter().flat_map(|s| &s.blocks).filter(|b| b.owner.is_some());
+    let live = || {
+        snapshot
+            .segments
+            .iter()
+            .flat_map(|s| &s.blocks)
+            .filter(|b| b.owner.is_some())
+    };
     let bytes: u64 = live().map(|b| b.bytes).sum();
     let mut text = String::new();
     let _ = writeln!(
@@ -29,11 +39,19 @@ pub fn pool_picture(name: &str, snapshot: &PoolSnapshot, owner: &dyn Fn(Tag) -> 
             SizeClass::Small => "small",
             SizeClass::Large => "large",
         };
-        let _ = writeln!(text, "S{} {class}, stream {}, {} B", segment.id.0, segment.stream.0, segment.bytes);
+        let _ = writeln!(
+            text,
+            "S{} {class}, stream {}, {} B",
+            segment.id.0, segment.stream.0, segment.bytes
+        );
         for block in &segment.blocks {
             let _ = write!(text, "  +{:<9} {:>9} ", block.offset, block.bytes);
             let _ = match &block.owner {
-                Some(o) => writeln!(text, "live {}", owner(o.tag).unwrap_or_else(|| format!("t{}", o.tag.0))),
+                Some(o) => writeln!(
+                    text,
+                    "live {}",
+                    owner(o.tag).unwrap_or_else(|| format!("t{}", o.tag.0))
+                ),
                 None => writeln!(text, "free"),
             };
         }

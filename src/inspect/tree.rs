@@ -38,19 +38,35 @@ pub fn tree_picture(view: &TreeView) -> String {
             Err(function) => format!("{function} (warmup)"),
         })
         .collect();
-    let path = if path.is_empty() { "empty".to_owned() } else { path.join(" > ") };
+    let path = if path.is_empty() {
+        "empty".to_owned()
+    } else {
+        path.join(" > ")
+    };
     let _ = writeln!(text, "path: {path}; {} held", view.held.len());
     text
 }
 
 fn branch(text: &mut String, view: &TreeView, id: NodeId, depth: usize) {
-    let Some(node) = view.nodes.iter().find(|n| n.id == id) else { return };
+    let Some(node) = view.nodes.iter().find(|n| n.id == id) else {
+        return;
+    };
     let pad = "  ".repeat(depth);
-    let _ = writeln!(text, "{pad}{}: {}", title(node), counted(node.graph_nodes, "graph node"));
+    let _ = writeln!(
+        text,
+        "{pad}{}: {}",
+        title(node),
+        counted(node.graph_nodes, "graph node")
+    );
     for (index, input) in node.inputs.iter().enumerate() {
         let what = match input {
             InputView::Empty => "empty".to_owned(),
-            InputView::Managed { function, output, offset, bytes } => format!("{function}.{output}{} {bytes} B", from(*offset)),
+            InputView::Managed {
+                function,
+                output,
+                offset,
+                bytes,
+            } => format!("{function}.{output}{} {bytes} B", from(*offset)),
             InputView::Static { bytes } => format!("static {bytes} B"),
             InputView::Copied { bytes } => format!("copied {bytes} B"),
             InputView::Value => "host value".to_owned(),
@@ -60,10 +76,24 @@ fn branch(text: &mut String, view: &TreeView, id: NodeId, depth: usize) {
     for (index, output) in node.outputs.iter().enumerate() {
         let what = match output {
             OutputView::Empty => "empty".to_owned(),
-            OutputView::Fresh { place, offset, bytes, held, .. } => {
-                format!("{bytes} B at {place}{}{}", from(*offset), if *held { ", held" } else { "" })
+            OutputView::Fresh {
+                place,
+                offset,
+                bytes,
+                held,
+                ..
+            } => {
+                format!(
+                    "{bytes} B at {place}{}{}",
+                    from(*offset),
+                    if *held { ", held" } else { "" }
+                )
             }
-            OutputView::Input { input, offset, bytes } => format!("input {input}{} {bytes} B", from(*offset)),
+            OutputView::Input {
+                input,
+                offset,
+                bytes,
+            } => format!("input {input}{} {bytes} B", from(*offset)),
             OutputView::Bound => "bound input".to_owned(),
             OutputView::Constant { bytes } => format!("constant {bytes} B"),
         };
@@ -84,5 +114,9 @@ pub(super) fn title(node: &NodeView) -> String {
 }
 
 fn from(offset: u64) -> String {
-    if offset == 0 { String::new() } else { format!(" from +{offset}") }
+    if offset == 0 {
+        String::new()
+    } else {
+        format!(" from +{offset}")
+    }
 }

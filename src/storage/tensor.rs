@@ -29,18 +29,42 @@ impl<D: Device> Tensor<D> {
     #[track_caller]
     #[must_use]
     pub fn empty() -> Self {
-        Tensor { storage: None, stamp: 0, offset: 0, bytes: 0, made_at: Location::caller() }
+        Tensor {
+            storage: None,
+            stamp: 0,
+            offset: 0,
+            bytes: 0,
+            made_at: Location::caller(),
+        }
     }
 
     /// Wraps a new storage, whose first owner this is.
     pub(crate) fn first(storage: Arc<Storage<D>>) -> Self {
         let (stamp, bytes, made_at) = (storage.stamp(), storage.bytes(), storage.made_at());
-        Tensor { storage: Some(storage), stamp, offset: 0, bytes, made_at }
+        Tensor {
+            storage: Some(storage),
+            stamp,
+            offset: 0,
+            bytes,
+            made_at,
+        }
     }
 
     /// Wraps a storage whose word already counts this owner, with the stamp it was handed out with.
-    pub(crate) fn counted(storage: Arc<Storage<D>>, stamp: u64, offset: u64, bytes: u64, made_at: &'static Location<'static>) -> Self {
-        Tensor { storage: Some(storage), stamp, offset, bytes, made_at }
+    pub(crate) fn counted(
+        storage: Arc<Storage<D>>,
+        stamp: u64,
+        offset: u64,
+        bytes: u64,
+        made_at: &'static Location<'static>,
+    ) -> Self {
+        Tensor {
+            storage: Some(storage),
+            stamp,
+            offset,
+            bytes,
+            made_at,
+        }
     }
 
     /// The same range, as if made at another place.
@@ -50,7 +74,12 @@ impl<D: Device> Tensor<D> {
     }
 
     /// Another range of the same storage: one more owner.
-    pub(crate) fn range(&self, offset: u64, bytes: u64, made_at: &'static Location<'static>) -> Self {
+    pub(crate) fn range(
+        &self,
+        offset: u64,
+        bytes: u64,
+        made_at: &'static Location<'static>,
+    ) -> Self {
         let mut range = self.clone();
         (range.offset, range.bytes, range.made_at) = (offset, bytes, made_at);
         range
@@ -67,7 +96,9 @@ impl<D: Device> Tensor<D> {
     /// Whether its storage is still in the handle's generation.
     #[must_use]
     pub fn is_current(&self) -> bool {
-        self.storage.as_ref().is_none_or(|s| s.stamp() == self.stamp)
+        self.storage
+            .as_ref()
+            .is_none_or(|s| s.stamp() == self.stamp)
     }
 
     /// Whether the handle may still be read.
@@ -76,7 +107,9 @@ impl<D: Device> Tensor<D> {
     /// [`Error::Stale`] where its memory was given to a later run.
     pub fn check(&self) -> Result<()> {
         match &self.storage {
-            Some(storage) if storage.stamp() != self.stamp => Err(Error::Stale(Box::new(storage.stale(self.made_at)))),
+            Some(storage) if storage.stamp() != self.stamp => {
+                Err(Error::Stale(Box::new(storage.stale(self.made_at))))
+            }
             _ => Ok(()),
         }
     }
@@ -130,7 +163,11 @@ impl<D: Device> Tensor<D> {
     pub fn view(&self, offset: u64, bytes: u64) -> Result<Tensor<D>> {
         self.check()?;
         if offset.checked_add(bytes).is_none_or(|end| end > self.bytes) {
-            return Err(Error::View { offset, bytes, of: self.bytes });
+            return Err(Error::View {
+                offset,
+                bytes,
+                of: self.bytes,
+            });
         }
         if bytes == 0 {
             return Ok(Tensor::empty());
@@ -148,7 +185,14 @@ impl<D: Device> Tensor<D> {
     /// [`Error::Stale`]; the device's own, where the copy or work before it failed.
     pub fn read(&self, device: &D, stream: &D::Stream) -> Result<Vec<u8>> {
         self.check()?;
-        let mut bytes = vec![0; usize::try_from(self.bytes).map_err(|_| Error::View { offset: 0, bytes: self.bytes, of: self.bytes })?];
+        let mut bytes = vec![
+            0;
+            usize::try_from(self.bytes).map_err(|_| Error::View {
+                offset: 0,
+                bytes: self.bytes,
+                of: self.bytes
+            })?
+        ];
         if self.bytes > 0 {
             device.read(stream, &mut bytes, self.address())?;
         }
@@ -164,7 +208,11 @@ impl<D: Device> Tensor<D> {
     pub fn write(&self, device: &D, stream: &D::Stream, src: &[u8]) -> Result<()> {
         self.check()?;
         if src.len() as u64 != self.bytes {
-            return Err(Error::View { offset: 0, bytes: src.len() as u64, of: self.bytes });
+            return Err(Error::View {
+                offset: 0,
+                bytes: src.len() as u64,
+                of: self.bytes,
+            });
         }
         if self.bytes > 0 {
             device.write(stream, self.address(), src)?;
@@ -190,7 +238,10 @@ impl<D: Device> Clone for Tensor<D> {
         if let Some(storage) = &self.storage {
             storage.retain(self.stamp);
         }
-        Tensor { storage: self.storage.clone(), ..*self }
+        Tensor {
+            storage: self.storage.clone(),
+            ..*self
+        }
     }
 }
 
@@ -205,7 +256,13 @@ impl<D: Device> Drop for Tensor<D> {
 impl<D: Device> fmt::Debug for Tensor<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.storage {
-            Some(s) => write!(f, "{:?}[{}..{}]", s.id(), self.offset, self.offset + self.bytes),
+            Some(s) => write!(
+                f,
+                "{:?}[{}..{}]",
+                s.id(),
+                self.offset,
+                self.offset + self.bytes
+            ),
             None => f.write_str("empty"),
         }
     }
@@ -225,15 +282,27 @@ impl<D: Device> WeakTensor<D> {
     #[must_use]
     pub fn upgrade(&self) -> Option<Tensor<D>> {
         if self.bytes == 0 {
-            return Some(Tensor { storage: None, stamp: 0, offset: 0, bytes: 0, made_at: self.made_at });
+            return Some(Tensor {
+                storage: None,
+                stamp: 0,
+                offset: 0,
+                bytes: 0,
+                made_at: self.made_at,
+            });
         }
         let storage = self.storage.upgrade()?;
-        storage.word.retain_if_held(self.stamp).then(|| Tensor::counted(storage, self.stamp, self.offset, self.bytes, self.made_at))
+        storage
+            .word
+            .retain_if_held(self.stamp)
+            .then(|| Tensor::counted(storage, self.stamp, self.offset, self.bytes, self.made_at))
     }
 }
 
 impl<D: Device> fmt::Debug for WeakTensor<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WeakTensor").field("offset", &self.offset).field("bytes", &self.bytes).finish_non_exhaustive()
+        f.debug_struct("WeakTensor")
+            .field("offset", &self.offset)
+            .field("bytes", &self.bytes)
+            .finish_non_exhaustive()
     }
 }

@@ -46,14 +46,22 @@ impl Word {
 
     /// Changes the word by `f` until the exchange succeeds or `f` declines. The value before.
     fn update(&self, f: impl Fn(u64) -> Option<u64>) -> Option<u64> {
-        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, f).ok()
+        self.0
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, f)
+            .ok()
     }
 
     pub(super) fn retain(&self, stamp: u64) {
         self.update(|w| {
             let owners = w & OWNERS;
             // A current handle exists (the caller's), so owners is neither 0 nor DYING.
-            (w >> STAMP == stamp && owners != STUCK).then(|| if owners + 1 == DYING { w | STUCK } else { w + 1 })
+            (w >> STAMP == stamp && owners != STUCK).then(|| {
+                if owners + 1 == DYING {
+                    w | STUCK
+                } else {
+                    w + 1
+                }
+            })
         });
     }
 
@@ -62,7 +70,13 @@ impl Word {
         self.update(|w| {
             let owners = w & OWNERS;
             let held = w >> STAMP == stamp && owners != 0 && owners != DYING;
-            held.then(|| if owners == STUCK || owners + 1 == DYING { w | STUCK } else { w + 1 })
+            held.then(|| {
+                if owners == STUCK || owners + 1 == DYING {
+                    w | STUCK
+                } else {
+                    w + 1
+                }
+            })
         })
         .is_some()
     }
@@ -73,10 +87,17 @@ impl Word {
             if w >> STAMP != stamp || owners == STUCK || owners == DYING || owners == 0 {
                 return None;
             }
-            Some(if owners == 1 { (w & !OWNERS) | DYING } else { w - 1 })
+            Some(if owners == 1 {
+                (w & !OWNERS) | DYING
+            } else {
+                w - 1
+            })
         });
         match before {
-            Some(w) if w & OWNERS == 1 => Release::Last { owning: w & OWNING != 0, watched: w & WATCHED != 0 },
+            Some(w) if w & OWNERS == 1 => Release::Last {
+                owning: w & OWNING != 0,
+                watched: w & WATCHED != 0,
+            },
             _ => Release::Other,
         }
     }
@@ -95,7 +116,11 @@ impl Word {
                 return w;
             }
             spins += 1;
-            if spins < 64 { spin_loop() } else { std::thread::yield_now() }
+            if spins < 64 {
+                spin_loop()
+            } else {
+                std::thread::yield_now()
+            }
         }
     }
 
@@ -104,7 +129,8 @@ impl Word {
         let w = self.settled();
         let stamp = (w >> STAMP) + 1;
         let owners = if owners >= DYING { STUCK } else { owners };
-        self.0.store((stamp << STAMP) | (w & WATCHED) | owners, Ordering::Release);
+        self.0
+            .store((stamp << STAMP) | (w & WATCHED) | owners, Ordering::Release);
         stamp
     }
 
@@ -116,7 +142,11 @@ impl Word {
                 return None;
             }
             let next = ((w >> STAMP) + 1) << STAMP | (w & WATCHED);
-            if self.0.compare_exchange(w, next, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+            if self
+                .0
+                .compare_exchange(w, next, Ordering::AcqRel, Ordering::Acquire)
+                .is_ok()
+            {
                 return Some((w & OWNING != 0, w & WATCHED != 0));
             }
         }
@@ -125,19 +155,22 @@ impl Word {
     /// It owns a block now. False if nobody holds it (any more).
     pub(super) fn set_owning(&self) -> bool {
         self.settled();
-        self.update(|w| (w & OWNERS != 0 && w & OWNERS != DYING).then_some(w | OWNING)).is_some()
+        self.update(|w| (w & OWNERS != 0 && w & OWNERS != DYING).then_some(w | OWNING))
+            .is_some()
     }
 
     /// Its death is watched from now on. False if nobody holds it (any more).
     pub(super) fn set_watched(&self) -> bool {
         self.settled();
-        self.update(|w| (w & OWNERS != 0 && w & OWNERS != DYING).then_some(w | WATCHED)).is_some()
+        self.update(|w| (w & OWNERS != 0 && w & OWNERS != DYING).then_some(w | WATCHED))
+            .is_some()
     }
 
     /// One owner for a generation that has none. Its stamp; `None` if it has owners.
     pub(super) fn resurrect(&self) -> Option<u64> {
         self.settled();
-        self.update(|w| (w & OWNERS == 0).then_some(w + 1)).map(|w| w >> STAMP)
+        self.update(|w| (w & OWNERS == 0).then_some(w + 1))
+            .map(|w| w >> STAMP)
     }
 }
 
@@ -149,14 +182,26 @@ mod tests {
     fn a_handle_of_an_older_generation_touches_nothing() {
         let word = Word::new(true, 2);
         assert_eq!(word.release(0), Release::Other);
-        assert_eq!(word.release(0), Release::Last { owning: true, watched: false });
+        assert_eq!(
+            word.release(0),
+            Release::Last {
+                owning: true,
+                watched: false
+            }
+        );
         word.settle_dead();
         assert_eq!(word.hand_out(1), 1);
         assert_eq!(word.release(0), Release::Other);
         assert_eq!(word.owners(), 1);
         word.retain(0);
         assert_eq!(word.owners(), 1);
-        assert_eq!(word.release(1), Release::Last { owning: false, watched: false });
+        assert_eq!(
+            word.release(1),
+            Release::Last {
+                owning: false,
+                watched: false
+            }
+        );
     }
 
     #[test]
@@ -177,7 +222,13 @@ mod tests {
     fn the_dead_are_resurrected_with_their_stamp() {
         let word = Word::new(true, 1);
         assert_eq!(word.resurrect(), None);
-        assert_eq!(word.release(0), Release::Last { owning: true, watched: false });
+        assert_eq!(
+            word.release(0),
+            Release::Last {
+                owning: true,
+                watched: false
+            }
+        );
         assert!(word.owners() == 0);
         word.settle_dead();
         assert_eq!(word.resurrect(), Some(0));

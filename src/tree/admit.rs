@@ -32,8 +32,12 @@ pub(super) fn admit<D: Device>(node: &Node<D>, args: &[Arg<'_, D>]) -> Result<()
     }
     for (index, (spec, arg)) in node.inputs.iter().zip(args).enumerate() {
         let tensor = match (spec, arg) {
-            (InputSpec::Value(recorded), Arg::Value(value)) if Arc::ptr_eq(recorded, value) => continue,
-            (InputSpec::Value(_), _) | (_, Arg::Value(_) | Arg::Taken) => return Err(Mismatch::Value(index)),
+            (InputSpec::Value(recorded), Arg::Value(value)) if Arc::ptr_eq(recorded, value) => {
+                continue;
+            }
+            (InputSpec::Value(_), _) | (_, Arg::Value(_) | Arg::Taken) => {
+                return Err(Mismatch::Value(index));
+            }
             (_, Arg::Lend(tensor)) => *tensor,
             (_, Arg::Give(tensor)) => tensor,
         };
@@ -47,16 +51,25 @@ pub(super) fn admit<D: Device>(node: &Node<D>, args: &[Arg<'_, D>]) -> Result<()
                 if tensor.bytes() != *bytes {
                     return Err(Mismatch::Length(index));
                 }
-                let moved = tensor.address() != *ptr || whole.is_some_and(|w| tensor.storage().is_none_or(|s| (s.ptr(), s.bytes()) != w));
+                let moved = tensor.address() != *ptr
+                    || whole.is_some_and(|w| {
+                        tensor.storage().is_none_or(|s| (s.ptr(), s.bytes()) != w)
+                    });
                 if moved {
                     return Err(Mismatch::StaticMoved(index));
                 }
             }
-            InputSpec::Managed { storage, offset, bytes } => {
+            InputSpec::Managed {
+                storage,
+                offset,
+                bytes,
+            } => {
                 if tensor.bytes() != *bytes {
                     return Err(Mismatch::Length(index));
                 }
-                if tensor.offset() != *offset || tensor.storage().is_none_or(|s| !Arc::ptr_eq(s, storage)) {
+                if tensor.offset() != *offset
+                    || tensor.storage().is_none_or(|s| !Arc::ptr_eq(s, storage))
+                {
                     return Err(Mismatch::ManagedMoved(index));
                 }
             }
@@ -68,11 +81,19 @@ pub(super) fn admit<D: Device>(node: &Node<D>, args: &[Arg<'_, D>]) -> Result<()
             InputSpec::Value(_) => return Err(Mismatch::Value(index)),
         }
     }
-    if node.must_be_dead.iter().any(|d| d.live.word(d.word) & d.bits != 0) {
+    if node
+        .must_be_dead
+        .iter()
+        .any(|d| d.live.word(d.word) & d.bits != 0)
+    {
         return Err(Mismatch::Held);
     }
     for consumed in &node.consumed {
-        let given = consumed.inputs.iter().filter(|i| args[**i].is_given()).count() as u64;
+        let given = consumed
+            .inputs
+            .iter()
+            .filter(|i| args[**i].is_given())
+            .count() as u64;
         if consumed.storage.owners() != given {
             return Err(Mismatch::NotGivenUp);
         }

@@ -133,7 +133,10 @@ impl<D: Device> Inputs<D> {
         match self.slots.get(index) {
             Some(Slot::Value(value)) => value.clone().downcast().map_err(|_| Error::Inputs {
                 function: "closure".into(),
-                detail: format!("the value at input {index} is not a {}", std::any::type_name::<T>()),
+                detail: format!(
+                    "the value at input {index} is not a {}",
+                    std::any::type_name::<T>()
+                ),
             }),
             other => Err(absent(index, other, "host value")),
         }
@@ -147,7 +150,10 @@ fn absent<D: Device>(index: usize, slot: Option<&Slot<D>>, wanted: &str) -> Erro
         Some(Slot::Tensor(_)) => "it is a tensor",
         Some(Slot::Value(_)) => "it is a host value",
     };
-    Error::Inputs { function: "closure".into(), detail: format!("no {wanted} at input {index}: {holds}") }
+    Error::Inputs {
+        function: "closure".into(),
+        detail: format!("no {wanted} at input {index}: {holds}"),
+    }
 }
 
 impl<D: Device> fmt::Debug for Inputs<D> {

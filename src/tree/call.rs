@@ -68,21 +68,47 @@ pub(super) struct Sorted<D: Device> {
 
 impl<D: Device> Inner<D> {
     /// Classifies the inputs, and allocates the places of the copied ones. On an error nothing has changed.
-    pub(super) fn place(&self, state: &State<D>, call: &Call<'_, '_, D>, born: &Born<D>) -> Result<Placed<D>> {
+    pub(super) fn place(
+        &self,
+        state: &State<D>,
+        call: &Call<'_, '_, D>,
+        born: &Born<D>,
+    ) -> Result<Placed<D>> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
         let total = call.args.len() + bound.len();
         if let Some((position, _)) = bound.iter().find(|(position, _)| *position >= total) {
-            let detail = format!("input {position} is bound, but the run passes {} inputs, so there are only {total} in all", call.args.len());
+            let detail = format!(
+                "input {position} is bound, but the run passes {} inputs, so there are only {total} in all",
+                call.args.len()
+            );
             return Err(inputs_error(call.name, detail));
         }
-        let mut placed = Placed { specs: Vec::new(), gather: Vec::new(), sources: Vec::new(), slots: Vec::new(), bound };
+        let mut placed = Placed {
+            specs: Vec::new(),
+            gather: Vec::new(),
+            sources: Vec::new(),
+            slots: Vec::new(),
+            bound,
+        };
         for (index, arg) in call.args.iter().enumerate() {
             let (spec, slot) = match arg {
-                Arg::Value(value) => (InputSpec::Value(value.clone()), Some(Slot::Value(value.clone()))),
-                Arg::Taken => return Err(inputs_error(call.name, format!("input {index} was taken by an earlier run"))),
-                Arg::Lend(tensor) => self.place_tensor(state, function, index, tensor, false, &mut placed, born)?,
-                Arg::Give(tensor) => self.place_tensor(state, function, index, tensor, true, &mut placed, born)?,
+                Arg::Value(value) => (
+                    InputSpec::Value(value.clone()),
+                    Some(Slot::Value(value.clone())),
+                ),
+                Arg::Taken => {
+                    return Err(inputs_error(
+                        call.name,
+                        format!("input {index} was taken by an earlier run"),
+                    ));
+                }
+                Arg::Lend(tensor) => {
+                    self.place_tensor(state, function, index, tensor, false, &mut placed, born)?
+                }
+                Arg::Give(tensor) => {
+                    self.place_tensor(state, function, index, tensor, true, &mut placed, born)?
+                }
             };
             placed.specs.push(spec);
             placed.slots.push(slot);
@@ -95,11 +121,18 @@ impl<D: Device> Inner<D> {
         if placed.gather.is_empty() {
             return Ok(());
         }
-        self.allocator.device().gather(&self.stream, &placed.gather, &placed.sources)
+        self.allocator
+            .device()
+            .gather(&self.stream, &placed.gather, &placed.sources)
     }
 
     /// Puts the inputs into the closure's hands, by position. Given outputs of the path go with them.
-    pub(super) fn hand_in(&self, call: &mut Call<'_, '_, D>, slots: Vec<Option<Slot<D>>>, bound: Vec<(usize, BoundInput<D>)>) -> (Inputs<D>, Vec<Given<D>>) {
+    pub(super) fn hand_in(
+        &self,
+        call: &mut Call<'_, '_, D>,
+        slots: Vec<Option<Slot<D>>>,
+        bound: Vec<(usize, BoundInput<D>)>,
+    ) -> (Inputs<D>, Vec<Given<D>>) {
         let mut given = Vec::new();
         let total = slots.len() + bound.len();
         let mut bound = bound.into_iter().peekable();
@@ -112,7 +145,10 @@ impl<D: Device> Inner<D> {
                     BoundInput::Value(value) => Slot::Value(value),
                 });
             } else if let Some((index, slot)) = passed.next() {
-                all.push(slot.or_else(|| self.give_in(index, call, &mut given)).unwrap_or(Slot::Taken));
+                all.push(
+                    slot.or_else(|| self.give_in(index, call, &mut given))
+                        .unwrap_or(Slot::Taken),
+                );
             } else {
                 break;
             }
@@ -133,22 +169,43 @@ impl<D: Device> Inner<D> {
         born: &Born<D>,
     ) -> Result<(InputSpec<D>, Option<Slot<D>>)> {
         let bytes = tensor.bytes();
-        let Some(storage) = tensor.storage() else { return Ok((InputSpec::Empty, Some(Slot::Tensor(tensor.clone())))) };
+        let Some(storage) = tensor.storage() else {
+            return Ok((InputSpec::Empty, Some(Slot::Tensor(tensor.clone()))));
+        };
         if state.on_path(storage) {
-            let spec = InputSpec::Managed { storage: storage.clone(), offset: tensor.offset(), bytes };
+            let spec = InputSpec::Managed {
+                storage: storage.clone(),
+                offset: tensor.offset(),
+                bytes,
+            };
             return Ok((spec, (!given).then(|| Slot::Tensor(tensor.clone()))));
         }
         if function.is_static(function.position(index)) {
-            return Ok((InputSpec::Static { ptr: tensor.address(), bytes, whole: None }, Some(Slot::Tensor(tensor.clone()))));
+            return Ok((
+                InputSpec::Static {
+                    ptr: tensor.address(),
+                    bytes,
+                    whole: None,
+                },
+                Some(Slot::Tensor(tensor.clone())),
+            ));
         }
         let place = self.pool.alloc_at(&self.stream, bytes, tensor.made_at())?;
         born.note(&place);
-        placed.gather.push(GatherSlot { dst: place.address(), bytes });
+        placed.gather.push(GatherSlot {
+            dst: place.address(),
+            bytes,
+        });
         placed.sources.push(tensor.address());
         Ok((InputSpec::Copied { bytes }, Some(Slot::Tensor(place))))
     }
 
-    fn give_in(&self, index: usize, call: &mut Call<'_, '_, D>, given: &mut Vec<Given<D>>) -> Option<Slot<D>> {
+    fn give_in(
+        &self,
+        index: usize,
+        call: &mut Call<'_, '_, D>,
+        given: &mut Vec<Given<D>>,
+    ) -> Option<Slot<D>> {
         let tensor = call.args[index].take()?;
         let storage = tensor.storage()?.clone();
         // If it dies inside, its memory is next used there.
@@ -166,9 +223,21 @@ impl<D: Device> Inner<D> {
     }
 
     /// Calls the closure, with this thread's and the stream's allocations routed to the tree's pool. No lock of ours is held meanwhile.
-    pub(super) fn call_body(&self, body: &Body<D>, inputs: Inputs<D>, phase: Phase, born: &Born<D>) -> Outcome<D> {
+    pub(super) fn call_body(
+        &self,
+        body: &Body<D>,
+        inputs: Inputs<D>,
+        phase: Phase,
+        born: &Born<D>,
+    ) -> Outcome<D> {
         let route = self.allocator.route_call(&self.stream, &self.pool, born);
-        let mut recorder = Recorder { device: self.allocator.device(), stream: &self.stream, pool: &self.pool, phase, born };
+        let mut recorder = Recorder {
+            device: self.allocator.device(),
+            stream: &self.stream,
+            pool: &self.pool,
+            phase,
+            born,
+        };
         let result = catch_unwind(AssertUnwindSafe(|| body(&mut recorder, inputs)));
         drop(route);
         match result {
@@ -188,10 +257,15 @@ impl<D: Device> Inner<D> {
         outputs: &[Tensor<D>],
         born: &[Arc<Storage<D>>],
     ) -> Result<Sorted<D>> {
-        let mut sorted = Sorted { specs: Vec::with_capacity(outputs.len()), slots: Vec::new(), first: Vec::new() };
+        let mut sorted = Sorted {
+            specs: Vec::with_capacity(outputs.len()),
+            slots: Vec::new(),
+            first: Vec::new(),
+        };
         for (index, output) in outputs.iter().enumerate() {
             output.check()?;
-            let spec = self.sort_output(function, call, inputs, output, index, born, &mut sorted)?;
+            let spec =
+                self.sort_output(function, call, inputs, output, index, born, &mut sorted)?;
             sorted.specs.push(spec);
         }
         self.no_survivors(call.name, phase, &sorted, born)?;
@@ -210,9 +284,15 @@ impl<D: Device> Inner<D> {
         sorted: &mut Sorted<D>,
     ) -> Result<OutputSpec<D>> {
         let (offset, bytes) = (output.offset(), output.bytes());
-        let Some(storage) = output.storage() else { return Ok(OutputSpec::Empty) };
+        let Some(storage) = output.storage() else {
+            return Ok(OutputSpec::Empty);
+        };
         if born.iter().any(|b| Arc::ptr_eq(b, storage)) {
-            let slot = match sorted.slots.iter().position(|(s, _)| Arc::ptr_eq(s, storage)) {
+            let slot = match sorted
+                .slots
+                .iter()
+                .position(|(s, _)| Arc::ptr_eq(s, storage))
+            {
                 Some(slot) => slot,
                 None => {
                     sorted.slots.push((storage.clone(), 0));
@@ -221,36 +301,84 @@ impl<D: Device> Inner<D> {
                 }
             };
             sorted.slots[slot].1 += 1;
-            return Ok(OutputSpec::Fresh { slot, offset, bytes });
+            return Ok(OutputSpec::Fresh {
+                slot,
+                offset,
+                bytes,
+            });
         }
         for (input, spec) in inputs.iter_mut().enumerate() {
             match spec {
-                InputSpec::Managed { storage: s, .. } if Arc::ptr_eq(s, storage) => return Ok(OutputSpec::Input { input, offset, bytes }),
+                InputSpec::Managed { storage: s, .. } if Arc::ptr_eq(s, storage) => {
+                    return Ok(OutputSpec::Input {
+                        input,
+                        offset,
+                        bytes,
+                    });
+                }
                 InputSpec::Static { whole, .. } => {
-                    let passed = call.args.get(input).and_then(Arg::tensor).and_then(Tensor::storage);
+                    let passed = call
+                        .args
+                        .get(input)
+                        .and_then(Arg::tensor)
+                        .and_then(Tensor::storage);
                     if passed.is_some_and(|s| Arc::ptr_eq(s, storage)) {
                         *whole = Some((storage.ptr(), storage.bytes()));
-                        return Ok(OutputSpec::Input { input, offset, bytes });
+                        return Ok(OutputSpec::Input {
+                            input,
+                            offset,
+                            bytes,
+                        });
                     }
                 }
                 _ => {}
             }
         }
         if storage.memory().is_some_and(|m| m.in_pool(&self.pool)) {
-            return Err(Error::ForeignOutput { function: call.name.clone(), output: index });
+            return Err(Error::ForeignOutput {
+                function: call.name.clone(),
+                output: index,
+            });
         }
         let bound = function.bound.iter().any(|(_, b)| {
             matches!(b, Bound::Tensor(weak) if weak.upgrade().is_some_and(|t| t.storage().is_some_and(|s| Arc::ptr_eq(s, storage))))
         });
-        Ok(if bound { OutputSpec::Bound(output.downgrade()) } else { OutputSpec::Constant(output.clone()) })
+        Ok(if bound {
+            OutputSpec::Bound(output.downgrade())
+        } else {
+            OutputSpec::Constant(output.clone())
+        })
     }
 
     /// Refuses a call that kept memory of the pool without returning it.
-    fn no_survivors(&self, name: &Arc<str>, phase: Phase, sorted: &Sorted<D>, born: &[Arc<Storage<D>>]) -> Result<()> {
-        let kept: Vec<_> = born.iter().filter(|s| s.owners() > 0 && !sorted.slots.iter().any(|(slot, _)| Arc::ptr_eq(slot, s))).collect();
-        let Some(first) = kept.first() else { return Ok(()) };
-        let place = self.pool.locate(first.ptr()).map_or_else(|| "?".to_owned(), |(segment, offset)| format!("S{}+{offset}", segment.0));
-        Err(Error::Untracked { function: name.clone(), phase, bytes: first.bytes(), place, at: first.made_at(), count: kept.len() })
+    fn no_survivors(
+        &self,
+        name: &Arc<str>,
+        phase: Phase,
+        sorted: &Sorted<D>,
+        born: &[Arc<Storage<D>>],
+    ) -> Result<()> {
+        let kept: Vec<_> = born
+            .iter()
+            .filter(|s| {
+                s.owners() > 0 && !sorted.slots.iter().any(|(slot, _)| Arc::ptr_eq(slot, s))
+            })
+            .collect();
+        let Some(first) = kept.first() else {
+            return Ok(());
+        };
+        let place = self.pool.locate(first.ptr()).map_or_else(
+            || "?".to_owned(),
+            |(segment, offset)| format!("S{}+{offset}", segment.0),
+        );
+        Err(Error::Untracked {
+            function: name.clone(),
+            phase,
+            bytes: first.bytes(),
+            place,
+            at: first.made_at(),
+            count: kept.len(),
+        })
     }
 
     /// Ends whatever a failed call still holds of the pool.
@@ -261,12 +389,22 @@ impl<D: Device> Inner<D> {
     }
 
     /// Makes the slots outputs of their node, held by the caller's stream from here on. The mask says which are held.
-    pub(super) fn settle(&self, name: &Arc<str>, sorted: &Sorted<D>, stream: &D::Stream) -> Arc<LiveMask> {
+    pub(super) fn settle(
+        &self,
+        name: &Arc<str>,
+        sorted: &Sorted<D>,
+        stream: &D::Stream,
+    ) -> Arc<LiveMask> {
         let live = LiveMask::new(sorted.slots.len());
         for (bit, ((storage, _), output)) in sorted.slots.iter().zip(&sorted.first).enumerate() {
             storage.hand_over(stream);
             let bit = u32::try_from(bit).unwrap_or(u32::MAX);
-            storage.settle(Home { function: name.clone(), output: *output, live: live.clone(), bit });
+            storage.settle(Home {
+                function: name.clone(),
+                output: *output,
+                live: live.clone(),
+                bit,
+            });
         }
         live
     }
@@ -291,17 +429,31 @@ impl<D: Device> Inner<D> {
 }
 
 pub(super) fn inputs_error(function: &Arc<str>, detail: String) -> Error {
-    Error::Inputs { function: function.clone(), detail }
+    Error::Inputs {
+        function: function.clone(),
+        detail,
+    }
 }
 
 impl<D: Device> State<D> {
     /// Whether a storage is an output of a run on the path.
     pub(super) fn on_path(&self, storage: &Storage<D>) -> bool {
-        storage.home().is_some_and(|home| self.path.iter().any(|entry| Arc::ptr_eq(self.live_of(entry), &home.live)))
+        storage.home().is_some_and(|home| {
+            self.path
+                .iter()
+                .any(|entry| Arc::ptr_eq(self.live_of(entry), &home.live))
+        })
     }
 }
 
 /// The inputs that lie in a storage, of those that were given.
-pub(super) fn given_in<D: Device>(given: &[Given<D>], storage: &Arc<Storage<D>>) -> SmallVec<[usize; 2]> {
-    given.iter().filter(|g| Arc::ptr_eq(&g.storage, storage)).map(|g| g.input).collect()
+pub(super) fn given_in<D: Device>(
+    given: &[Given<D>],
+    storage: &Arc<Storage<D>>,
+) -> SmallVec<[usize; 2]> {
+    given
+        .iter()
+        .filter(|g| Arc::ptr_eq(&g.storage, storage))
+        .map(|g| g.input)
+        .collect()
 }

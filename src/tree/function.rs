@@ -14,7 +14,8 @@ use crate::error::{Error, Result};
 use crate::storage::{Tensor, WeakTensor};
 
 /// A function's body.
-pub(super) type Body<D> = Arc<dyn Fn(&mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync>;
+pub(super) type Body<D> =
+    Arc<dyn Fn(&mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync>;
 
 /// A key: the integers that choose a variant.
 pub(super) type Key = SmallVec<[i64; 4]>;
@@ -37,7 +38,12 @@ impl<D: Device> FunctionSpec<D> {
     /// A function of that name; the name is what errors and pictures call it.
     #[must_use]
     pub fn new(name: &str) -> Self {
-        FunctionSpec { name: name.into(), statics: Vec::new(), bound: Vec::new(), skip_warmup: false }
+        FunctionSpec {
+            name: name.into(),
+            statics: Vec::new(),
+            bound: Vec::new(),
+            skip_warmup: false,
+        }
     }
 
     /// The input at `position` keeps its address from call to call; it is never copied, and another address is another recording.
@@ -50,7 +56,8 @@ impl<D: Device> FunctionSpec<D> {
     /// The input at `position` is this tensor, in every call: static, and not passed to `run`, which then costs nothing for it. Held weakly.
     #[must_use]
     pub fn bind(mut self, position: usize, tensor: &Tensor<D>) -> Self {
-        self.bound.push((position, Bound::Tensor(tensor.downgrade())));
+        self.bound
+            .push((position, Bound::Tensor(tensor.downgrade())));
         self
     }
 
@@ -71,7 +78,11 @@ impl<D: Device> FunctionSpec<D> {
 
 impl<D: Device> fmt::Debug for FunctionSpec<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FunctionSpec").field("name", &self.name).field("statics", &self.statics).field("bound", &self.bound.len()).finish_non_exhaustive()
+        f.debug_struct("FunctionSpec")
+            .field("name", &self.name)
+            .field("statics", &self.statics)
+            .field("bound", &self.bound.len())
+            .finish_non_exhaustive()
     }
 }
 
@@ -144,7 +155,11 @@ impl<D: Device> FunctionState<D> {
 
     pub(super) fn variant_or_new(&mut self, key: &[i64]) -> usize {
         self.variant(key).unwrap_or_else(|| {
-            self.variants.push(Variant { key: Key::from_slice(key), warm: self.skip_warmup, roots: SmallVec::new() });
+            self.variants.push(Variant {
+                key: Key::from_slice(key),
+                warm: self.skip_warmup,
+                roots: SmallVec::new(),
+            });
             self.variants.len() - 1
         })
     }
@@ -154,8 +169,14 @@ impl<D: Device> FunctionState<D> {
         if !self.bound_died.load(Ordering::Acquire) {
             return Ok(());
         }
-        let died = self.bound.iter().find(|(_, b)| matches!(b, Bound::Tensor(weak) if weak.upgrade().is_none()));
-        Err(Error::StaticDied { function: self.name.clone(), input: died.map_or(0, |(position, _)| *position) })
+        let died = self
+            .bound
+            .iter()
+            .find(|(_, b)| matches!(b, Bound::Tensor(weak) if weak.upgrade().is_none()));
+        Err(Error::StaticDied {
+            function: self.name.clone(),
+            input: died.map_or(0, |(position, _)| *position),
+        })
     }
 
     /// The bound inputs, alive.
@@ -165,7 +186,10 @@ impl<D: Device> FunctionState<D> {
             .map(|(position, bound)| {
                 let input = match bound {
                     Bound::Tensor(weak) => {
-                        BoundInput::Tensor(weak.upgrade().ok_or_else(|| Error::StaticDied { function: self.name.clone(), input: *position })?)
+                        BoundInput::Tensor(weak.upgrade().ok_or_else(|| Error::StaticDied {
+                            function: self.name.clone(),
+                            input: *position,
+                        })?)
                     }
                     Bound::Value(value) => BoundInput::Value(value.clone()),
                 };

@@ -30,7 +30,10 @@ impl Generations {
     pub(super) fn open(self: &Arc<Self>) -> Step {
         let generation = self.next.fetch_add(1, Ordering::Relaxed);
         lock(&self.open).push(generation);
-        Step { generations: self.clone(), generation }
+        Step {
+            generations: self.clone(),
+            generation,
+        }
     }
 }
 

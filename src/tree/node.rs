@@ -50,9 +50,17 @@ pub(super) enum InputSpec<D: Device> {
     /// Zero bytes.
     Empty,
     /// An output of an ancestor, this range of it.
-    Managed { storage: Arc<Storage<D>>, offset: u64, bytes: u64 },
+    Managed {
+        storage: Arc<Storage<D>>,
+        offset: u64,
+        bytes: u64,
+    },
     /// Declared static, at this address. `storage` is the place of the whole storage where an output is a view of it.
-    Static { ptr: DevicePtr, bytes: u64, whole: Option<(DevicePtr, u64)> },
+    Static {
+        ptr: DevicePtr,
+        bytes: u64,
+        whole: Option<(DevicePtr, u64)>,
+    },
     /// Copied into the pool.
     Copied { bytes: u64 },
     /// A host value.
@@ -64,9 +72,17 @@ pub(super) enum OutputSpec<D: Device> {
     /// Zero bytes.
     Empty,
     /// In a storage that the graph makes.
-    Fresh { slot: usize, offset: u64, bytes: u64 },
+    Fresh {
+        slot: usize,
+        offset: u64,
+        bytes: u64,
+    },
     /// In the storage of a passed input: a managed or a static one.
-    Input { input: usize, offset: u64, bytes: u64 },
+    Input {
+        input: usize,
+        offset: u64,
+        bytes: u64,
+    },
     /// In the storage of an input bound at registration.
     Bound(WeakTensor<D>),
     /// Memory outside of the pool that the closure returned of its own.

@@ -22,7 +22,11 @@ impl<D: Device> Outputs<D> {
     /// No outputs: to be filled by [`GraphTrees::run_into`](crate::GraphTrees::run_into).
     #[must_use]
     pub fn new() -> Self {
-        Outputs { tensors: SmallVec::new(), phase: Phase::Replay, node: None }
+        Outputs {
+            tensors: SmallVec::new(),
+            phase: Phase::Replay,
+            node: None,
+        }
     }
 
     /// What the run did.
@@ -45,7 +49,11 @@ impl<D: Device> Outputs<D> {
     /// Takes the only output out. `None` where there are none or several.
     #[must_use]
     pub fn only(mut self) -> Option<Tensor<D>> {
-        if self.tensors.len() == 1 { self.tensors.pop() } else { None }
+        if self.tensors.len() == 1 {
+            self.tensors.pop()
+        } else {
+            None
+        }
     }
 
     pub(super) fn begin(&mut self, phase: Phase, node: Option<NodeId>) {
@@ -57,9 +65,16 @@ impl<D: Device> Outputs<D> {
         self.tensors.push(tensor);
     }
 
-    pub(super) fn hand_out(&mut self, phase: Phase, node: Option<NodeId>, tensors: Vec<Tensor<D>>, at: &'static Location<'static>) {
+    pub(super) fn hand_out(
+        &mut self,
+        phase: Phase,
+        node: Option<NodeId>,
+        tensors: Vec<Tensor<D>>,
+        at: &'static Location<'static>,
+    ) {
         self.begin(phase, node);
-        self.tensors.extend(tensors.into_iter().map(|t| t.remade_at(at)));
+        self.tensors
+            .extend(tensors.into_iter().map(|t| t.remade_at(at)));
     }
 }
 
@@ -88,6 +103,10 @@ impl<D: Device> IntoIterator for Outputs<D> {
 
 impl<D: Device> fmt::Debug for Outputs<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Outputs").field("phase", &self.phase).field("node", &self.node).field("tensors", &self.tensors).finish()
+        f.debug_struct("Outputs")
+            .field("phase", &self.phase)
+            .field("node", &self.node)
+            .field("tensors", &self.tensors)
+            .finish()
     }
 }

@@ -50,7 +50,10 @@ impl<D: Device> State<D> {
     }
 
     /// The output storages of an entry that are held, by bit.
-    pub(super) fn held<'a>(&'a self, entry: &'a Entry<D>) -> impl Iterator<Item = &'a Arc<Storage<D>>> {
+    pub(super) fn held<'a>(
+        &'a self,
+        entry: &'a Entry<D>,
+    ) -> impl Iterator<Item = &'a Arc<Storage<D>>> {
         let live = self.live_of(entry);
         (0..live.words()).flat_map(move |index| {
             let mut bits = live.word(index);
@@ -72,12 +75,24 @@ impl<D: Device> State<D> {
 
     /// Whether a warmup ends the path: only warmups can follow.
     pub(super) fn tip_is_warm(&self) -> bool {
-        matches!(self.path.last(), Some(Entry { run: Run::Warm(_), .. }))
+        matches!(
+            self.path.last(),
+            Some(Entry {
+                run: Run::Warm(_),
+                ..
+            })
+        )
     }
 
     /// Whether the last run was a warmup or a recording: then a dead path ends at once, as it would have at the next recording.
     pub(super) fn tip_is_exact(&self) -> bool {
-        !matches!(self.path.last(), None | Some(Entry { run: Run::Node { replayed: true, .. }, .. }))
+        !matches!(
+            self.path.last(),
+            None | Some(Entry {
+                run: Run::Node { replayed: true, .. },
+                ..
+            })
+        )
     }
 
     /// Whether somebody holds an output of the path.
@@ -87,7 +102,10 @@ impl<D: Device> State<D> {
 
     /// How many output storages of the path are held.
     pub(super) fn path_live(&self) -> usize {
-        self.path.iter().map(|entry| self.live_of(entry).count()).sum()
+        self.path
+            .iter()
+            .map(|entry| self.live_of(entry).count())
+            .sum()
     }
 
     /// Forgets a path of which nothing is held. Its books are empty then, and so exact.
@@ -97,7 +115,13 @@ impl<D: Device> State<D> {
     }
 
     /// Ends the generations on the path whose tokens were dropped: what is held of them goes stale. Costs what is held, and a look at each run.
-    pub(super) fn retire(&mut self, generations: &Generations, ended: u64, by: &Arc<str>, at: &'static Location<'static>) {
+    pub(super) fn retire(
+        &mut self,
+        generations: &Generations,
+        ended: u64,
+        by: &Arc<str>,
+        at: &'static Location<'static>,
+    ) {
         self.seen_ended = ended;
         let mut open = 0;
         for entry in &self.path {
@@ -122,7 +146,9 @@ impl<D: Device> Inner<D> {
         if state.books_exact {
             return Ok(());
         }
-        let Some(tip) = state.tip() else { return Ok(()) };
+        let Some(tip) = state.tip() else {
+            return Ok(());
+        };
         let node = &state.nodes[tip];
         let span = debug_span!("restore", node = node.id.0);
         let _entered = span.enter();
@@ -134,9 +160,21 @@ impl<D: Device> Inner<D> {
 
     /// Restores a node's checkpoint, adopting the outputs that are held.
     fn adopt_held(&self, node: &Node<D>, stream: &D::Stream) -> Result<()> {
-        let held: Vec<_> = node.saved.iter().filter(|(storage, _)| storage.owners() > 0).collect();
-        let adopt: Vec<Adopt> = held.iter().map(|(storage, block)| Adopt { saved: *block, tag: Tag(storage.id().0) }).collect();
-        let restored = self.pool.restore_blocks(stream, &node.checkpoint, &adopt, Unclaimed::Free)?;
+        let held: Vec<_> = node
+            .saved
+            .iter()
+            .filter(|(storage, _)| storage.owners() > 0)
+            .collect();
+        let adopt: Vec<Adopt> = held
+            .iter()
+            .map(|(storage, block)| Adopt {
+                saved: *block,
+                tag: Tag(storage.id().0),
+            })
+            .collect();
+        let restored =
+            self.pool
+                .restore_blocks(stream, &node.checkpoint, &adopt, Unclaimed::Free)?;
         for ((storage, _), block) in held.into_iter().zip(restored.adopted) {
             if storage.block() != Some(block) {
                 self.pool.let_go(storage.adopt(block, stream.clone()));

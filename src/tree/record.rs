@@ -42,12 +42,18 @@ struct Recorded<D: Device> {
 
 impl<D: Device> Inner<D> {
     /// Records the call's function below the tip and launches it. An error leaves stream, routing, pool, path and given inputs as they were.
-    pub(super) fn record<'s>(&'s self, mut state: MutexGuard<'s, State<D>>, mut call: Call<'_, '_, D>, out: &mut Outputs<D>) -> Result<()> {
+    pub(super) fn record<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        mut call: Call<'_, '_, D>,
+        out: &mut Outputs<D>,
+    ) -> Result<()> {
         let span = debug_span!("record", function = %call.name);
         let entered = span.enter();
         self.order(&mut state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
-        let before: Vec<SmallVec<[u64; 2]>> = state.path.iter().map(|e| words(state.live_of(e))).collect();
+        let before: Vec<SmallVec<[u64; 2]>> =
+            state.path.iter().map(|e| words(state.live_of(e))).collect();
         let (mut state, recorded) = self.capture(state, &mut call);
         match recorded {
             Ok(recorded) => {
@@ -71,7 +77,11 @@ impl<D: Device> Inner<D> {
     }
 
     /// Captures, instantiates and launches; undoes everything on any error.
-    fn capture<'s>(&'s self, state: MutexGuard<'s, State<D>>, call: &mut Call<'_, '_, D>) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
+    fn capture<'s>(
+        &'s self,
+        state: MutexGuard<'s, State<D>>,
+        call: &mut Call<'_, '_, D>,
+    ) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
         let device = self.allocator.device();
         let way_back = self.pool.checkpoint_blocks();
         let born = Born::new();
@@ -92,16 +102,32 @@ impl<D: Device> Inner<D> {
             return (state, Err(Undone::Capture(error.into())));
         }
         let body = state.functions[call.function].body.clone();
-        let (inputs, given) = self.hand_in(call, std::mem::take(&mut placed.slots), std::mem::take(&mut placed.bound));
-        let (state, outcome) = self.unlocked(state, || self.call_body(&body, inputs, Phase::Record, &born));
+        let (inputs, given) = self.hand_in(
+            call,
+            std::mem::take(&mut placed.slots),
+            std::mem::take(&mut placed.bound),
+        );
+        let (state, outcome) = self.unlocked(state, || {
+            self.call_body(&body, inputs, Phase::Record, &born)
+        });
         let storages = born.storages();
         let ended = match outcome {
-            Outcome::Returned(outputs) => self.finish(&state, call, &mut placed, &storages, outputs, serial),
+            Outcome::Returned(outputs) => {
+                self.finish(&state, call, &mut placed, &storages, outputs, serial)
+            }
             Outcome::Failed(source) => {
                 let broken = self.capture_broke(&source);
                 self.abandon(serial);
-                let error = Error::Function { function: call.name.clone(), phase: Phase::Record, source };
-                Err(if broken { Undone::Capture(error) } else { Undone::Call(error) })
+                let error = Error::Function {
+                    function: call.name.clone(),
+                    phase: Phase::Record,
+                    source,
+                };
+                Err(if broken {
+                    Undone::Capture(error)
+                } else {
+                    Undone::Call(error)
+                })
             }
             Outcome::Panicked(panic) => {
                 self.abandon(serial);
@@ -109,7 +135,17 @@ impl<D: Device> Inner<D> {
             }
         };
         match ended {
-            Ok((exec, info, sorted, outputs)) => (state, Ok(Recorded { exec, info, placed, sorted, given, outputs })),
+            Ok((exec, info, sorted, outputs)) => (
+                state,
+                Ok(Recorded {
+                    exec,
+                    info,
+                    placed,
+                    sorted,
+                    given,
+                    outputs,
+                }),
+            ),
             Err(undone) => {
                 self.drop_survivors(call, &storages);
                 let undone = match self.roll_back(call, &way_back, given) {
@@ -133,7 +169,14 @@ impl<D: Device> Inner<D> {
         serial: u64,
     ) -> Result<(D::Exec, GraphInfo, Sorted<D>, Vec<Tensor<D>>), Undone> {
         let device = self.allocator.device();
-        let sorted = self.sort_outputs(&state.functions[call.function], call, Phase::Record, &mut placed.specs, &outputs, born);
+        let sorted = self.sort_outputs(
+            &state.functions[call.function],
+            call,
+            Phase::Record,
+            &mut placed.specs,
+            &outputs,
+            born,
+        );
         let sorted = match sorted {
             Ok(sorted) => sorted,
             Err(error) => {
@@ -150,7 +193,9 @@ impl<D: Device> Inner<D> {
             return Err(Undone::Capture(Error::MemoryNodes(info)));
         }
         let exec = device.instantiate(&template).map_err(capture)?;
-        device.launch_graph(&exec, call.stream, &placed.sources).map_err(|error| Undone::Call(error.into()))?;
+        device
+            .launch_graph(&exec, call.stream, &placed.sources)
+            .map_err(|error| Undone::Call(error.into()))?;
         Ok((exec, info, sorted, outputs))
     }
 
@@ -167,13 +212,24 @@ impl<D: Device> Inner<D> {
         let refused = match source.downcast_ref::<Error>() {
             Some(Error::Device(error)) => error.is_capture(),
             Some(_) => false,
-            None => source.downcast_ref::<DeviceError>().is_some_and(DeviceError::is_capture),
+            None => source
+                .downcast_ref::<DeviceError>()
+                .is_some_and(DeviceError::is_capture),
         };
-        refused || matches!(self.allocator.device().capture_status(&self.stream), Ok(CaptureStatus::Invalidated))
+        refused
+            || matches!(
+                self.allocator.device().capture_status(&self.stream),
+                Ok(CaptureStatus::Invalidated)
+            )
     }
 
     /// Brings back what was given and died inside: the pool's state from before, and a handle in the caller's hands for each.
-    fn roll_back(&self, call: &mut Call<'_, '_, D>, way_back: &Checkpoint, given: Vec<Given<D>>) -> Result<()> {
+    fn roll_back(
+        &self,
+        call: &mut Call<'_, '_, D>,
+        way_back: &Checkpoint,
+        given: Vec<Given<D>>,
+    ) -> Result<()> {
         let mut adopt: Vec<Adopt> = Vec::new();
         let mut died: Vec<Arc<Storage<D>>> = Vec::new();
         for g in &given {
@@ -181,12 +237,17 @@ impl<D: Device> Inner<D> {
                 && g.storage.owners() == 0
                 && !died.iter().any(|s| Arc::ptr_eq(s, &g.storage))
             {
-                adopt.push(Adopt { saved: block, tag: Tag(g.storage.id().0) });
+                adopt.push(Adopt {
+                    saved: block,
+                    tag: Tag(g.storage.id().0),
+                });
                 died.push(g.storage.clone());
             }
         }
         if !died.is_empty() {
-            let restored = self.pool.restore_blocks(call.stream, way_back, &adopt, Unclaimed::Free)?;
+            let restored =
+                self.pool
+                    .restore_blocks(call.stream, way_back, &adopt, Unclaimed::Free)?;
             for (storage, block) in died.iter().zip(restored.adopted) {
                 // The handle is made below: until then the storage is held by this owner.
                 if storage.resurrect().is_some() {
@@ -205,15 +266,31 @@ impl<D: Device> Inner<D> {
                 None => g.storage.retain_if_held(g.stamp),
             };
             if counted {
-                call.args[g.input] = Arg::Give(Tensor::counted(g.storage, g.stamp, g.offset, g.bytes, g.made_at));
+                call.args[g.input] = Arg::Give(Tensor::counted(
+                    g.storage, g.stamp, g.offset, g.bytes, g.made_at,
+                ));
             }
         }
         Ok(())
     }
 
     /// Makes the node. Nothing here can fail.
-    fn commit(&self, state: &mut State<D>, call: &Call<'_, '_, D>, before: &[SmallVec<[u64; 2]>], recorded: Recorded<D>, out: &mut Outputs<D>) {
-        let Recorded { exec, info, placed, sorted, given, outputs } = recorded;
+    fn commit(
+        &self,
+        state: &mut State<D>,
+        call: &Call<'_, '_, D>,
+        before: &[SmallVec<[u64; 2]>],
+        recorded: Recorded<D>,
+        out: &mut Outputs<D>,
+    ) {
+        let Recorded {
+            exec,
+            info,
+            placed,
+            sorted,
+            given,
+            outputs,
+        } = recorded;
         let mut must_be_dead = Vec::new();
         let mut consumed = Vec::new();
         for (entry, before) in state.path.iter().zip(before) {
@@ -222,13 +299,20 @@ impl<D: Device> Inner<D> {
             for (word, (before, all)) in before.iter().zip(all).enumerate() {
                 let dead = all & !before;
                 if dead != 0 {
-                    must_be_dead.push(DeadBits { live: live.clone(), word, bits: dead });
+                    must_be_dead.push(DeadBits {
+                        live: live.clone(),
+                        word,
+                        bits: dead,
+                    });
                 }
                 let mut died = before & !live.word(word);
                 while died != 0 {
                     let storage = state.slot(entry, word * 64 + died.trailing_zeros() as usize);
                     died &= died - 1;
-                    consumed.push(Consumed { inputs: given_in(&given, storage), storage: storage.clone() });
+                    consumed.push(Consumed {
+                        inputs: given_in(&given, storage),
+                        storage: storage.clone(),
+                    });
                 }
             }
         }
@@ -238,12 +322,18 @@ impl<D: Device> Inner<D> {
         let id = NodeId(state.counts.recordings);
         state.counts.recordings += 1;
         // With the books exact, what is held owns its block.
-        let owned = |storage: &Arc<Storage<D>>| storage.block().map(|block| (storage.clone(), block));
+        let owned =
+            |storage: &Arc<Storage<D>>| storage.block().map(|block| (storage.clone(), block));
         let mut saved: Vec<_> = Vec::new();
         for entry in &state.path {
             saved.extend(state.held(entry).filter_map(owned));
         }
-        saved.extend(sorted.slots.iter().filter_map(|(storage, _)| owned(storage)));
+        saved.extend(
+            sorted
+                .slots
+                .iter()
+                .filter_map(|(storage, _)| owned(storage)),
+        );
         let node = state.nodes.insert(Node {
             id,
             variant,
@@ -264,11 +354,19 @@ impl<D: Device> Inner<D> {
         match parent {
             Some(parent) => state.nodes[parent].children.push((variant, node)),
             None => {
-                state.functions[call.function].variants[call.variant].roots.push(node);
+                state.functions[call.function].variants[call.variant]
+                    .roots
+                    .push(node);
                 state.roots.push(node);
             }
         }
-        state.path.push(Entry { generation: call.generation, run: Run::Node { node, replayed: false } });
+        state.path.push(Entry {
+            generation: call.generation,
+            run: Run::Node {
+                node,
+                replayed: false,
+            },
+        });
         state.functions[call.function].variants[call.variant].warm = true;
         out.hand_out(Phase::Record, Some(id), outputs, call.at);
     }
@@ -285,6 +383,14 @@ impl<D: Device> State<D> {
             Run::Node { node, .. } => self.nodes[*node].slots.len(),
             Run::Warm(warm) => warm.slots.len(),
         };
-        (0..slots.div_ceil(64)).map(|word| if slots - word * 64 >= 64 { u64::MAX } else { (1 << (slots - word * 64)) - 1 }).collect()
+        (0..slots.div_ceil(64))
+            .map(|word| {
+                if slots - word * 64 >= 64 {
+                    u64::MAX
+                } else {
+                    (1 << (slots - word * 64)) - 1
+                }
+            })
+            .collect()
     }
 }

@@ -36,8 +36,12 @@ impl<'a, D: Device> Recorder<'a, D> {
     ///
     /// # Errors
     /// The device's.
-    pub fn launch(&self, function: &D::Function, config: LaunchConfig, args: &[KernelArg]) -> Result<()>
-    {
+    pub fn launch(
+        &self,
+        function: &D::Function,
+        config: LaunchConfig,
+        args: &[KernelArg],
+    ) -> Result<()> {
         Ok(self.device.launch(self.stream, function, config, args)?)
     }
 
@@ -62,6 +66,8 @@ impl<'a, D: Device> Recorder<'a, D> {
 
 impl<D: Device> fmt::Debug for Recorder<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Recorder").field("phase", &self.phase).finish_non_exhaustive()
+        f.debug_struct("Recorder")
+            .field("phase", &self.phase)
+            .finish_non_exhaustive()
     }
 }

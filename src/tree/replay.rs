@@ -18,7 +18,13 @@ use crate::storage::Tensor;
 
 impl<D: Device> Inner<D> {
     /// Replays a node that was admitted. An error of the launch leaves everything as it was.
-    pub(super) fn replay(&self, mut state: MutexGuard<'_, State<D>>, key: NodeKey, mut call: Call<'_, '_, D>, out: &mut Outputs<D>) -> Result<()> {
+    pub(super) fn replay(
+        &self,
+        mut state: MutexGuard<'_, State<D>>,
+        key: NodeKey,
+        mut call: Call<'_, '_, D>,
+        out: &mut Outputs<D>,
+    ) -> Result<()> {
         self.order(&mut state, call.stream)?;
         let state = &mut *state;
         let node = &mut state.nodes[key];
@@ -33,10 +39,15 @@ impl<D: Device> Inner<D> {
             if let OutputSpec::Bound(weak) = output
                 && weak.upgrade().is_none()
             {
-                return Err(Error::StaticDied { function: call.name.clone(), input: 0 });
+                return Err(Error::StaticDied {
+                    function: call.name.clone(),
+                    input: 0,
+                });
             }
         }
-        self.allocator.device().launch_graph(&node.exec, call.stream, &node.sources)?;
+        self.allocator
+            .device()
+            .launch_graph(&node.exec, call.stream, &node.sources)?;
         trace!(node = node.id.0, "replay");
 
         out.begin(Phase::Replay, Some(node.id));
@@ -45,21 +56,38 @@ impl<D: Device> Inner<D> {
         }
         for output in &node.outputs {
             let tensor = match output {
-                OutputSpec::Fresh { slot, offset, bytes } => {
+                OutputSpec::Fresh {
+                    slot,
+                    offset,
+                    bytes,
+                } => {
                     let storage = &node.slots[*slot].0;
                     Tensor::counted(storage.clone(), storage.stamp(), *offset, *bytes, call.at)
                 }
-                OutputSpec::Input { input, offset, bytes } => match call.args.get(*input).and_then(Arg::tensor) {
+                OutputSpec::Input {
+                    input,
+                    offset,
+                    bytes,
+                } => match call.args.get(*input).and_then(Arg::tensor) {
                     Some(tensor) => tensor.range(*offset, *bytes, call.at),
                     None => Tensor::empty(),
                 },
-                OutputSpec::Bound(weak) => weak.upgrade().unwrap_or_else(Tensor::empty).remade_at(call.at),
+                OutputSpec::Bound(weak) => weak
+                    .upgrade()
+                    .unwrap_or_else(Tensor::empty)
+                    .remade_at(call.at),
                 OutputSpec::Constant(tensor) => tensor.clone().remade_at(call.at),
                 OutputSpec::Empty => Tensor::empty().remade_at(call.at),
             };
             out.push(tensor);
         }
-        state.path.push(Entry { generation: call.generation, run: Run::Node { node: key, replayed: true } });
+        state.path.push(Entry {
+            generation: call.generation,
+            run: Run::Node {
+                node: key,
+                replayed: true,
+            },
+        });
         state.books_exact = false;
         state.counts.replays += 1;
         call.give_up();

@@ -176,7 +176,11 @@ impl<D: Device> GraphTrees<D> {
     #[must_use]
     pub fn descendants(&self) -> Vec<usize> {
         let state = lock(&self.inner.state);
-        state.roots.iter().map(|root| state.descendants(*root)).collect()
+        state
+            .roots
+            .iter()
+            .map(|root| state.descendants(*root))
+            .collect()
     }
 
     /// The pool's statistics.
@@ -200,7 +204,10 @@ impl<D: Device> GraphTrees<D> {
     /// Why the last capture that failed did so, in words.
     #[must_use]
     pub fn last_failure(&self) -> Option<String> {
-        lock(&self.inner.state).last_failure.as_ref().map(ToString::to_string)
+        lock(&self.inner.state)
+            .last_failure
+            .as_ref()
+            .map(ToString::to_string)
     }
 
     /// Compares the pool's live blocks with the outputs that the tree tracks. After a replay there is nothing to compare.
@@ -223,16 +230,29 @@ impl<D: Device> GraphTrees<D> {
         let place = |address: u64| place(&self.inner.pool, DevicePtr(address));
         Err(Error::Books(format!(
             "not allocated in the pool but should be: [{}]; in the pool and not tracked as outputs: [{}]",
-            check.missing.iter().map(|a| place(*a)).collect::<Vec<_>>().join(", "),
-            check.untracked.iter().map(|b| place(b.allocation.address())).collect::<Vec<_>>().join(", "),
+            check
+                .missing
+                .iter()
+                .map(|a| place(*a))
+                .collect::<Vec<_>>()
+                .join(", "),
+            check
+                .untracked
+                .iter()
+                .map(|b| place(b.allocation.address()))
+                .collect::<Vec<_>>()
+                .join(", "),
         )))
     }
-
 }
 
 impl<D: Device> State<D> {
     fn descendants(&self, node: NodeKey) -> usize {
-        self.nodes[node].children.iter().map(|(_, child)| 1 + self.descendants(*child)).sum()
+        self.nodes[node]
+            .children
+            .iter()
+            .map(|(_, child)| 1 + self.descendants(*child))
+            .sum()
     }
 
     fn view(&self, place: &dyn Fn(DevicePtr) -> String) -> TreeView {
@@ -240,9 +260,20 @@ impl<D: Device> State<D> {
         functions.sort_by_key(|f| f.number);
         let functions = functions
             .into_iter()
-            .map(|f| FunctionView { name: f.name.to_string(), keys: f.variants.iter().map(|v| (v.key.to_vec(), v.warm)).collect() })
+            .map(|f| FunctionView {
+                name: f.name.to_string(),
+                keys: f
+                    .variants
+                    .iter()
+                    .map(|v| (v.key.to_vec(), v.warm))
+                    .collect(),
+            })
             .collect();
-        let mut nodes: Vec<_> = self.nodes.keys().map(|key| self.node_view(key, place)).collect();
+        let mut nodes: Vec<_> = self
+            .nodes
+            .keys()
+            .map(|key| self.node_view(key, place))
+            .collect();
         nodes.sort_by_key(|n| n.id);
         let path = self
             .path
@@ -257,10 +288,23 @@ impl<D: Device> State<D> {
             for storage in self.held(entry) {
                 let Some(home) = storage.home() else { continue };
                 let (function, output) = (home.function.to_string(), home.output);
-                held.push(HeldView { function, output, storage: storage.id(), place: place(storage.ptr()), bytes: storage.bytes() });
+                held.push(HeldView {
+                    function,
+                    output,
+                    storage: storage.id(),
+                    place: place(storage.ptr()),
+                    bytes: storage.bytes(),
+                });
             }
         }
-        TreeView { functions, nodes, roots: self.roots.iter().map(|r| self.nodes[*r].id).collect(), path, held, books_exact: self.books_exact }
+        TreeView {
+            functions,
+            nodes,
+            roots: self.roots.iter().map(|r| self.nodes[*r].id).collect(),
+            path,
+            held,
+            books_exact: self.books_exact,
+        }
     }
 
     fn node_view(&self, key: NodeKey, place: &dyn Fn(DevicePtr) -> String) -> NodeView {
@@ -268,9 +312,20 @@ impl<D: Device> State<D> {
         let function = &self.functions[node.variant.0];
         let input = |input: &InputSpec<D>| match input {
             InputSpec::Empty => InputView::Empty,
-            InputSpec::Managed { storage, offset, bytes } => {
-                let (function, output) = storage.home().map_or_else(Default::default, |home| (home.function.to_string(), home.output));
-                InputView::Managed { function, output, offset: *offset, bytes: *bytes }
+            InputSpec::Managed {
+                storage,
+                offset,
+                bytes,
+            } => {
+                let (function, output) = storage.home().map_or_else(Default::default, |home| {
+                    (home.function.to_string(), home.output)
+                });
+                InputView::Managed {
+                    function,
+                    output,
+                    offset: *offset,
+                    bytes: *bytes,
+                }
             }
             InputSpec::Static { bytes, .. } => InputView::Static { bytes: *bytes },
             InputSpec::Copied { bytes } => InputView::Copied { bytes: *bytes },
@@ -278,21 +333,45 @@ impl<D: Device> State<D> {
         };
         let output = |output: &OutputSpec<D>| match output {
             OutputSpec::Empty => OutputView::Empty,
-            OutputSpec::Fresh { slot, offset, bytes } => {
+            OutputSpec::Fresh {
+                slot,
+                offset,
+                bytes,
+            } => {
                 let storage = &node.slots[*slot].0;
                 let held = node.live.word(slot / 64) >> (slot % 64) & 1 == 1;
-                OutputView::Fresh { storage: storage.id(), place: place(storage.ptr()), offset: *offset, bytes: *bytes, held }
+                OutputView::Fresh {
+                    storage: storage.id(),
+                    place: place(storage.ptr()),
+                    offset: *offset,
+                    bytes: *bytes,
+                    held,
+                }
             }
-            OutputSpec::Input { input, offset, bytes } => OutputView::Input { input: *input, offset: *offset, bytes: *bytes },
+            OutputSpec::Input {
+                input,
+                offset,
+                bytes,
+            } => OutputView::Input {
+                input: *input,
+                offset: *offset,
+                bytes: *bytes,
+            },
             OutputSpec::Bound(_) => OutputView::Bound,
-            OutputSpec::Constant(tensor) => OutputView::Constant { bytes: tensor.bytes() },
+            OutputSpec::Constant(tensor) => OutputView::Constant {
+                bytes: tensor.bytes(),
+            },
         };
         NodeView {
             id: node.id,
             function: function.name.to_string(),
             key: function.variants[node.variant.1].key.to_vec(),
             parent: node.parent.map(|p| self.nodes[p].id),
-            children: node.children.iter().map(|(_, child)| self.nodes[*child].id).collect(),
+            children: node
+                .children
+                .iter()
+                .map(|(_, child)| self.nodes[*child].id)
+                .collect(),
             graph_nodes: node.info.nodes(),
             inputs: node.inputs.iter().map(input).collect(),
             outputs: node.outputs.iter().map(output).collect(),

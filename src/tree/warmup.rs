@@ -17,7 +17,12 @@ use crate::error::{Error, Phase, Result};
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given outputs of the path
     /// are as the closure left them.
-    pub(super) fn warmup<'s>(&'s self, mut state: MutexGuard<'s, State<D>>, mut call: Call<'_, '_, D>, out: &mut Outputs<D>) -> Result<()> {
+    pub(super) fn warmup<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        mut call: Call<'_, '_, D>,
+        out: &mut Outputs<D>,
+    ) -> Result<()> {
         let span = debug_span!("warmup", function = %call.name);
         let _entered = span.enter();
         self.order(&mut state, call.stream)?;
@@ -27,9 +32,15 @@ impl<D: Device> Inner<D> {
         let mut placed = self.place(&state, &call, &born)?;
         self.copy_in(&placed)?;
         let body = state.functions[call.function].body.clone();
-        let (inputs, _) = self.hand_in(&mut call, std::mem::take(&mut placed.slots), std::mem::take(&mut placed.bound));
+        let (inputs, _) = self.hand_in(
+            &mut call,
+            std::mem::take(&mut placed.slots),
+            std::mem::take(&mut placed.bound),
+        );
 
-        let outcome = self.unlocked(state, || self.call_body(&body, inputs, Phase::Warmup, &born));
+        let outcome = self.unlocked(state, || {
+            self.call_body(&body, inputs, Phase::Warmup, &born)
+        });
         let (mut state, outcome) = outcome;
         let storages = born.storages();
         // Whatever came of it, the caller's next work comes after what was enqueued.
@@ -38,7 +49,11 @@ impl<D: Device> Inner<D> {
             Outcome::Returned(outputs) => outputs,
             Outcome::Failed(source) => {
                 self.drop_survivors(&call, &storages);
-                return Err(Error::Function { function: call.name.clone(), phase: Phase::Warmup, source });
+                return Err(Error::Function {
+                    function: call.name.clone(),
+                    phase: Phase::Warmup,
+                    source,
+                });
             }
             Outcome::Panicked(panic) => {
                 self.drop_survivors(&call, &storages);
@@ -48,7 +63,14 @@ impl<D: Device> Inner<D> {
         };
         let sorted = followed.and_then(|()| {
             let function = &state.functions[call.function];
-            self.sort_outputs(function, &call, Phase::Warmup, &mut placed.specs, &outputs, &storages)
+            self.sort_outputs(
+                function,
+                &call,
+                Phase::Warmup,
+                &mut placed.specs,
+                &outputs,
+                &storages,
+            )
         });
         let sorted = match sorted {
             Ok(sorted) => sorted,
@@ -59,9 +81,20 @@ impl<D: Device> Inner<D> {
             }
         };
         let live = self.settle(call.name, &sorted, call.stream);
-        let slots = sorted.slots.into_iter().map(|(storage, _)| storage).collect();
-        let warm = Warm { function: call.name.clone(), slots, live };
-        state.path.push(Entry { generation: call.generation, run: Run::Warm(Box::new(warm)) });
+        let slots = sorted
+            .slots
+            .into_iter()
+            .map(|(storage, _)| storage)
+            .collect();
+        let warm = Warm {
+            function: call.name.clone(),
+            slots,
+            live,
+        };
+        state.path.push(Entry {
+            generation: call.generation,
+            run: Run::Warm(Box::new(warm)),
+        });
         state.functions[call.function].variants[call.variant].warm = true;
         state.counts.warmups += 1;
         out.hand_out(Phase::Warmup, None, outputs, call.at);

@@ -4,12 +4,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use cudagraph_trees::device::Device;
 use cudagraph_trees::device::faulty::Faulty;
 use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::kernels::KernelSet;
-use cudagraph_trees::device::Device;
 use cudagraph_trees::{
-    Allocator, Arg, BodyResult, Function, FunctionSpec, GraphTrees, Inputs, Outputs, Phase, Recorder, Result, Step, Tensor, lend,
+    Allocator, Arg, BodyResult, Function, FunctionSpec, GraphTrees, Inputs, Outputs, Phase,
+    Recorder, Result, Step, Tensor, lend,
 };
 
 /// A device with everything that stands on it.
@@ -27,13 +28,22 @@ impl<D: Device> Rig<D> {
         let kernels = Arc::new(KernelSet::load(&device).unwrap());
         let stream = device.create_stream().unwrap();
         let trees = GraphTrees::new(&allocator).unwrap();
-        Rig { device, allocator, kernels, stream, trees }
+        Rig {
+            device,
+            allocator,
+            kernels,
+            stream,
+            trees,
+        }
     }
 
     /// An eager tensor of these values.
     #[track_caller]
     pub fn floats(&self, values: &[f32]) -> Tensor<D> {
-        let tensor = self.allocator.alloc(&self.stream, 4 * values.len() as u64).unwrap();
+        let tensor = self
+            .allocator
+            .alloc(&self.stream, 4 * values.len() as u64)
+            .unwrap();
         self.put(&tensor, values);
         tensor
     }
@@ -51,7 +61,10 @@ impl<D: Device> Rig<D> {
 
     pub fn try_read(&self, tensor: &Tensor<D>) -> Result<Vec<f32>> {
         let bytes = tensor.read(&self.device, &self.stream)?;
-        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        Ok(bytes
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect())
     }
 
     /// Registers a function of one input: out = in * scale + add, elementwise.
@@ -68,8 +81,12 @@ impl<D: Device> Rig<D> {
     where
         F: Fn(&Ops<D>, &mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync + 'static,
     {
-        let ops = Ops { kernels: self.kernels.clone() };
-        self.trees.register(spec, move |rec, inputs| body(&ops, rec, inputs)).unwrap()
+        let ops = Ops {
+            kernels: self.kernels.clone(),
+        };
+        self.trees
+            .register(spec, move |rec, inputs| body(&ops, rec, inputs))
+            .unwrap()
     }
 
     /// Registers a function and counts the runs of its body.
@@ -90,7 +107,9 @@ impl<D: Device> Rig<D> {
     #[track_caller]
     pub fn run(&self, f: &Function, step: &Step, inputs: &[&Tensor<D>]) -> Outputs<D> {
         let mut args: Vec<Arg<'_, D>> = inputs.iter().map(|t| lend(t)).collect();
-        self.trees.run(f, step, &[], &self.stream, &mut args).unwrap()
+        self.trees
+            .run(f, step, &[], &self.stream, &mut args)
+            .unwrap()
     }
 
     /// Runs a function of one lent input and one output.
@@ -114,17 +133,39 @@ impl<D: Device> Rig<D> {
     /// Nothing is left: the leak oracle of every scenario.
     #[track_caller]
     pub fn finish(self) {
-        let Rig { device, allocator, kernels, stream, trees } = self;
+        let Rig {
+            device,
+            allocator,
+            kernels,
+            stream,
+            trees,
+        } = self;
         trees.audit().unwrap();
         drop(trees);
         device.synchronize(&stream).unwrap();
         for (id, uses, stats) in allocator.private_pools() {
-            assert_eq!((uses, stats.live_blocks.current), (0, 0), "pool {id} is in use after the scenario");
+            assert_eq!(
+                (uses, stats.live_blocks.current),
+                (0, 0),
+                "pool {id} is in use after the scenario"
+            );
         }
         allocator.trim().unwrap();
-        assert_eq!(allocator.private_pools(), vec![], "segments of private pools after trim");
-        assert_eq!(allocator.stats().live_blocks.current, 0, "blocks of the default pool");
-        assert_eq!(allocator.stats().segments.current, 0, "segments of the default pool");
+        assert_eq!(
+            allocator.private_pools(),
+            vec![],
+            "segments of private pools after trim"
+        );
+        assert_eq!(
+            allocator.stats().live_blocks.current,
+            0,
+            "blocks of the default pool"
+        );
+        assert_eq!(
+            allocator.stats().segments.current,
+            0,
+            "segments of the default pool"
+        );
         drop(kernels);
     }
 }
@@ -137,32 +178,72 @@ pub struct Ops<D: Device> {
 impl<D: Device> Ops<D> {
     /// A new tensor: x * scale + add.
     #[track_caller]
-    pub fn apply(&self, rec: &mut Recorder<'_, D>, x: &Tensor<D>, scale: f32, add: f32) -> Result<Tensor<D>> {
+    pub fn apply(
+        &self,
+        rec: &mut Recorder<'_, D>,
+        x: &Tensor<D>,
+        scale: f32,
+        add: f32,
+    ) -> Result<Tensor<D>> {
         let out = rec.alloc(x.bytes())?;
-        self.kernels.scale_add(rec.device(), rec.stream(), out.ptr()?, x.ptr()?, x.bytes() / 4, scale, add)?;
+        self.kernels.scale_add(
+            rec.device(),
+            rec.stream(),
+            out.ptr()?,
+            x.ptr()?,
+            x.bytes() / 4,
+            scale,
+            add,
+        )?;
         Ok(out)
     }
 
     /// A new tensor: a * b.
     #[track_caller]
-    pub fn product(&self, rec: &mut Recorder<'_, D>, a: &Tensor<D>, b: &Tensor<D>) -> Result<Tensor<D>> {
+    pub fn product(
+        &self,
+        rec: &mut Recorder<'_, D>,
+        a: &Tensor<D>,
+        b: &Tensor<D>,
+    ) -> Result<Tensor<D>> {
         let out = rec.alloc(a.bytes())?;
-        self.kernels.mul(rec.device(), rec.stream(), out.ptr()?, a.ptr()?, b.ptr()?, a.bytes() / 4)?;
+        self.kernels.mul(
+            rec.device(),
+            rec.stream(),
+            out.ptr()?,
+            a.ptr()?,
+            b.ptr()?,
+            a.bytes() / 4,
+        )?;
         Ok(out)
     }
 
     /// A new tensor: a + b.
     #[track_caller]
-    pub fn sum(&self, rec: &mut Recorder<'_, D>, a: &Tensor<D>, b: &Tensor<D>) -> Result<Tensor<D>> {
+    pub fn sum(
+        &self,
+        rec: &mut Recorder<'_, D>,
+        a: &Tensor<D>,
+        b: &Tensor<D>,
+    ) -> Result<Tensor<D>> {
         let out = rec.alloc(a.bytes())?;
-        self.kernels.add(rec.device(), rec.stream(), out.ptr()?, a.ptr()?, b.ptr()?, a.bytes() / 4)?;
+        self.kernels.add(
+            rec.device(),
+            rec.stream(),
+            out.ptr()?,
+            a.ptr()?,
+            b.ptr()?,
+            a.bytes() / 4,
+        )?;
         Ok(out)
     }
 }
 
 /// The host device under a few schedules.
 pub fn hosts() -> impl Iterator<Item = HostDevice> {
-    [1, 2, 7].into_iter().map(|seed| HostDevice::builder().seed(seed).build().unwrap())
+    [1, 2, 7]
+        .into_iter()
+        .map(|seed| HostDevice::builder().seed(seed).build().unwrap())
 }
 
 /// Runs each scenario over every device: `suite!(name, ..)` where `fn name<D: Device>(rig: Rig<D>)`.
