@@ -19,6 +19,11 @@ use super::{CustomBacking, Memory, PoolKey, Shared, alloc_in, with_pool};
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PoolId(pub u32);
 
+impl PoolId {
+    /// The default pool.
+    pub const DEFAULT: PoolId = PoolId(0);
+}
+
 impl fmt::Debug for PoolId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "p{}", self.0)
@@ -88,7 +93,13 @@ impl<D: Device> PoolHandle<D> {
     /// [`PoolError::OutOfMemory`], with the pool as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
-        alloc_in(&self.shared, self.key, stream, bytes, Location::caller())
+        alloc_in(
+            &self.shared,
+            Some(self.key),
+            stream,
+            bytes,
+            Location::caller(),
+        )
     }
 
     /// Its statistics. A restore or a replay never changes peaks and totals.
@@ -278,7 +289,7 @@ impl<D: Device> PoolHandle<D> {
         bytes: u64,
         made_at: &'static Location<'static>,
     ) -> Result<Tensor<D>> {
-        alloc_in(&self.shared, self.key, stream, bytes, made_at)
+        alloc_in(&self.shared, Some(self.key), stream, bytes, made_at)
     }
 
     fn memory(&self) -> Memory<D> {
