@@ -12,10 +12,11 @@ use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
 
 use slotmap::SlotMap;
 
-use crate::device::{Device, DevicePtr, Mark};
+use crate::device::{CaptureStatus, Device, DevicePtr, Mark};
 use crate::error::{Error, Result};
 use crate::pool::{
     Allocation, Backing, Freed, Pool, PoolConfig, PoolError, PoolSnapshot, PoolStats, StreamId,
@@ -63,6 +64,8 @@ struct Underway<D: Device> {
     stream: D::Stream,
     id: u32,
     serial: u64,
+    /// Who began it.
+    thread: ThreadId,
     /// What was allocated for its stream.
     made: Vec<(PoolKey, Allocation)>,
     /// The private pools that it came from, each a use.
@@ -95,6 +98,24 @@ impl<D: Device> Memory<D> {
 }
 
 impl<D: Device> Books<D> {
+    /// The capture that a stream belongs to: the one that was begun on it, or, if it captures because it forked off, the
+    /// last one that this thread began. (The device does not say which; a thread seldom has two.)
+    fn capture_of(&self, device: &D, stream: &D::Stream) -> Option<usize> {
+        if self.captures.is_empty() {
+            return None;
+        }
+        let id = device.stream_id(stream);
+        self.captures.iter().position(|c| c.id == id).or_else(|| {
+            let thread = thread::current().id();
+            let at = self.captures.iter().rposition(|c| c.thread == thread)?;
+            matches!(
+                device.capture_status(stream),
+                Ok(CaptureStatus::Active | CaptureStatus::Invalidated)
+            )
+            .then_some(at)
+        })
+    }
+
     fn free(
         &mut self,
         device: &D,
@@ -103,6 +124,9 @@ impl<D: Device> Books<D> {
         stream: Option<&D::Stream>,
         born: u64,
     ) {
+        let capture = stream
+            .and_then(|stream| self.capture_of(device, stream))
+            .map(|at| self.captures[at].serial);
         let Some(entry) = self.pools.get_mut(pool) else {
             return;
         };
@@ -110,10 +134,8 @@ impl<D: Device> Books<D> {
         if let Ok(Freed::Block { .. }) = entry.pool.free(block)
             && let Some(stream) = stream
         {
-            let id = device.stream_id(stream);
-            let capture = self.captures.iter().find(|c| c.id == id);
             // A capture kills only what was born in it: what came from outside lives on until a run takes its place.
-            if capture.is_none_or(|c| c.serial == born) {
+            if capture.is_none_or(|serial| serial == born) {
                 device.mark(
                     stream,
                     DevicePtr(block.address()),
@@ -172,9 +194,14 @@ impl<D: Device> Shared<D> {
     ) -> Result<Handed<D>> {
         let mut books = lock(&self.books);
         let id = self.device.stream_id(stream);
+        let capture = books.capture_of(&self.device, stream);
         let (pool, noted) = match pool {
             Some(pool) => (pool, None),
-            None => books.routes.pool_for(id).unwrap_or((books.default, None)),
+            None => {
+                let origin = capture.map_or(id, |at| books.captures[at].id);
+                let route = books.routes.pool_for(id, origin);
+                route.unwrap_or((books.default, None))
+            }
         };
         let first = books.pools[pool].pool.alloc(StreamId(id), bytes, tag);
         let block = match first {
@@ -192,7 +219,7 @@ impl<D: Device> Shared<D> {
             captures,
             ..
         } = &mut *books;
-        if let Some(capture) = captures.iter_mut().find(|c| c.id == id) {
+        if let Some(capture) = capture.map(|at| &mut captures[at]) {
             born = capture.serial;
             capture.made.push((pool, block));
             if pool != *default && !capture.pools.contains(&pool) {
@@ -451,6 +478,7 @@ impl<D: Device> Allocator<D> {
             stream: stream.clone(),
             id: self.shared.device.stream_id(stream),
             serial,
+            thread: thread::current().id(),
             made: Vec::new(),
             pools: Vec::new(),
         };

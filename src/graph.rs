@@ -65,7 +65,8 @@ impl<D: Device> Graph<D> {
         self.capture_with(stream, CaptureOptions::default())
     }
 
-    /// Begins a capture on `stream`. Until the guard is ended or dropped, allocations for the stream come from the pool.
+    /// Begins a capture on `stream`. Until the guard is ended or dropped, allocations for the stream come from the pool, and so do those
+    /// that this thread makes for streams that forked off it.
     ///
     /// # Errors
     /// [`Error::AlreadyCaptured`]; [`Error::ForeignPool`]; the device's, for example on the default stream. Nothing has changed then.

@@ -19,6 +19,7 @@ suite!(
     t3_10_allocating_after_an_illegal_call,
     t3_11_eager_work_between_two_captures,
     t4_08_captures_on_many_threads,
+    memory_of_a_stream_that_forks_off_is_the_graphs,
     t5_01_a_block_allocated_and_freed_a_hundred_times,
     t5_09_rebuilding_does_not_leak,
     t5_23_a_graph_keeps_every_pool_it_allocated_from,
@@ -297,6 +298,47 @@ fn t3_11_eager_work_between_two_captures<D: Device>(rig: Rig<D>) {
     assert_eq!(rig.read(&first.1), [3.0; 1024]);
     assert_eq!(rig.read(&second.1), [4.0; 1024]);
     drop((x, first, second));
+    rig.finish();
+}
+
+/// What is allocated for a stream that joined the capture belongs to the graph like all else: freed inside, it must not serve eager work.
+fn memory_of_a_stream_that_forks_off_is_the_graphs<D: Device>(rig: Rig<D>) {
+    let [forked, beside] = [(); 2].map(|()| rig.device.create_stream().unwrap());
+    let [fork, join] = [(); 2].map(|()| rig.device.create_event().unwrap());
+    let x = rig.floats(&[1.0; 128]);
+    let eager_before = rig.floats(&[5.0; 128]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let y = capture.alloc(512).unwrap();
+    rig.device.record(&fork, &rig.stream).unwrap();
+    rig.device.wait(&forked, &fork).unwrap();
+    let temporary = rig.allocator.alloc(&forked, 512).unwrap();
+    let eager = rig.allocator.alloc(&beside, 512).unwrap();
+    rig.scale_into(&forked, &temporary, &x, 2.0, 0.0);
+    rig.scale_into(&forked, &y, &temporary, 1.0, 1.0);
+    let place = temporary.ptr().unwrap();
+    drop(temporary);
+    drop(eager_before); // from outside: the graph does not end its life again and again
+    rig.device.record(&join, &forked).unwrap();
+    rig.device.wait(&rig.stream, &join).unwrap();
+    capture.end().unwrap();
+    let pool = graph.pool().unwrap();
+    assert!(pool.locate(place).is_some(), "in the capture's pool");
+    assert_eq!(pool.locate(eager.ptr().unwrap()), None);
+    // Eager work on that stream gets other memory.
+    let after = rig.allocator.alloc(&forked, 512).unwrap();
+    assert_ne!(after.ptr().unwrap(), place);
+    assert_eq!(pool.locate(after.ptr().unwrap()), None);
+    rig.device.synchronize(&rig.stream).unwrap(); // x is written there
+    rig.scale_into(&forked, &after, &x, 9.0, 0.0);
+    rig.device.synchronize(&forked).unwrap();
+    for value in [1.0, 4.0] {
+        rig.put(&x, &[value; 128]);
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&y), [2.0 * value + 1.0; 128]);
+    }
+    assert_eq!(rig.read(&after), [9.0; 128]);
+    drop((x, y, eager, after, pool, graph));
     rig.finish();
 }
 

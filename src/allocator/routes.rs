@@ -69,15 +69,16 @@ enum Filter {
 }
 
 impl<D: Device> Routes<D> {
-    /// The pool for an allocation of this thread for `stream`, and where to note it.
-    pub(super) fn pool_for(&self, stream: u32) -> Option<(PoolKey, Option<Born<D>>)> {
+    /// The pool for an allocation of this thread for `stream`, and where to note it. `origin` is the stream whose capture it belongs to, if it
+    /// forked off one; else itself.
+    pub(super) fn pool_for(&self, stream: u32, origin: u32) -> Option<(PoolKey, Option<Born<D>>)> {
         if self.routes.is_empty() {
             return None;
         }
         let thread = thread::current().id();
         let takes = |r: &&Route<D>| match r.filter {
             Filter::Thread(t) => t == thread,
-            Filter::Stream(s) => s == stream,
+            Filter::Stream(s) => s == stream || s == origin,
             Filter::Call(t, s) => t == thread || s == stream,
         };
         self.routes
