@@ -29,7 +29,7 @@ enum Event {
 }
 
 /// A trace, read and checked.
-struct Trace {
+pub struct Trace {
     path: String,
     name: String,
     events: Vec<Event>,
@@ -42,7 +42,7 @@ struct Trace {
 
 /// Why a trace cannot be replayed.
 #[derive(Debug, thiserror::Error)]
-enum Bad {
+pub enum Bad {
     #[error("{0}: {1}")]
     File(String, io::Error),
     #[error("{0}:{1}: cannot be read: {2}")]
@@ -129,7 +129,7 @@ impl Reading {
 }
 
 /// Reads a file line by line, whether or not it is gzip.
-fn read(path: &str) -> Result<Trace, Bad> {
+pub fn read(path: &str) -> Result<Trace, Bad> {
     let file = File::open(path).map_err(|e| Bad::File(path.into(), e))?;
     let mut file = BufReader::new(file);
     let start = file.fill_buf().map_err(|e| Bad::File(path.into(), e))?;
@@ -223,7 +223,7 @@ fn measure(trace: &Trace) -> Result<Figures, Bad> {
     Ok(runs.swap_remove(3))
 }
 
-fn run(files: &[String]) -> Result<(), Bad> {
+pub fn run(files: &[String]) -> Result<(), Bad> {
     let traces = files
         .iter()
         .map(|path| read(path))
