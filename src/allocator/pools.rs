@@ -168,7 +168,7 @@ impl<D: Device> PoolHandle<D> {
     ///
     /// # Errors
     /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage, or the
-    /// storage is not this pool's; [`PoolError::AdoptedTwice`] for two tensors at one address; [`Error::Stale`]. Nothing has changed then.
+    /// storage is not this pool's; [`PoolError::AdoptedTwice`] for two tensors at one address; [`Error::Stale`](crate::Error::Stale). Nothing has changed then.
     pub fn restore(
         &self,
         stream: &D::Stream,
