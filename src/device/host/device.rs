@@ -66,6 +66,12 @@ impl Device for HostDevice {
             .map(Call::Map, ptr, bytes, true)
     }
 
+    fn manage(&self, ptr: DevicePtr, bytes: u64) {
+        if let Ok(mut state) = self.lock(Call::Driver("manage")) {
+            state.world.memory.mark(ptr, bytes, Mark::Dead, u32::MAX);
+        }
+    }
+
     fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
         self.lock(Call::Unmap)?
             .world
