@@ -21,7 +21,7 @@ use crate::pool::{
     Allocation, Backing, Freed, Pool, PoolConfig, PoolError, PoolSnapshot, PoolStats, StreamId,
     Tag, Trimmed,
 };
-use crate::storage::{Source, Storage, StorageId, Tensor};
+use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::lock;
 use backing::PoolBacking;
 use routes::Routes;
@@ -65,6 +65,8 @@ struct Entry<D: Device> {
     pool: Pool<PoolBacking<D>>,
     /// Graphs, handles and captures that use it. At zero, `trim` may take its free segments.
     uses: usize,
+    /// A tree's pool: its memory goes from generation to generation, and so handles on it can go stale.
+    generations: bool,
 }
 
 /// A storage's way back to its pool.
@@ -101,13 +103,10 @@ impl<D: Device> Books<D> {
             && let Some(stream) = stream
         {
             let id = device.stream_id(stream);
-            let capture = self
-                .captures
-                .iter()
-                .find(|(s, _)| *s == id)
-                .map(|(_, serial)| *serial);
-            // A capture kills only what was born in it: what came from outside lives on until a run takes its place.
-            if capture.is_none() || capture == Some(born) {
+            let capture = self.captures.iter().find(|(s, _)| *s == id);
+            // A capture kills only what was born in it: what came from outside lives on until a run takes its place. And what was born in
+            // a capture belongs to its graph, which may be launched on any stream: only a tree, which orders its runs, says when that dies.
+            if capture.map_or(0, |(_, serial)| *serial) == born {
                 device.mark(
                     stream,
                     DevicePtr(block.address()),
@@ -155,17 +154,17 @@ impl<D: Device> Shared<D> {
         StorageId(self.storages.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Allocates from a pool; where the device is out of memory and nothing captures, once more after a trim.
+    /// Allocates from a pool: the block, the capture underway on the stream, whether its handles cannot go stale. Where the device is out of memory and nothing captures, once more after a trim.
     pub(crate) fn alloc_block(
         &self,
         pool: PoolKey,
         stream: &D::Stream,
         bytes: u64,
         tag: Tag,
-    ) -> Result<(Allocation, u64)> {
+    ) -> Result<(Allocation, u64, bool)> {
         let mut books = lock(&self.books);
         let id = self.device.stream_id(stream);
-        let born = books
+        let capture = books
             .captures
             .iter()
             .find(|(s, _)| *s == id)
@@ -187,7 +186,7 @@ impl<D: Device> Shared<D> {
                 Mark::Live,
             );
         }
-        Ok((block, born))
+        Ok((block, capture, !books.pools[pool].generations))
     }
 }
 
@@ -211,6 +210,7 @@ impl<D: Device> Allocator<D> {
             id: PoolId(0),
             pool,
             uses: 1,
+            generations: false,
         });
         let books = Books {
             pools,
@@ -277,6 +277,15 @@ impl<D: Device> Allocator<D> {
     /// # Errors
     /// [`PoolError::InvalidConfig`] names the field.
     pub fn create_pool(&self, options: PoolOptions) -> Result<PoolHandle<D>> {
+        self.new_pool(options, false)
+    }
+
+    /// A new private pool; `generations` for a tree's.
+    pub(crate) fn new_pool(
+        &self,
+        options: PoolOptions,
+        generations: bool,
+    ) -> Result<PoolHandle<D>> {
         let backing = match options.backing {
             Some(custom) => PoolBacking::custom(custom),
             None => PoolBacking::device(self.shared.device.clone()),
@@ -285,7 +294,12 @@ impl<D: Device> Allocator<D> {
         let mut books = lock(&self.shared.books);
         let id = PoolId(books.next_pool);
         books.next_pool += 1;
-        let key = books.pools.insert(Entry { id, pool, uses: 1 });
+        let key = books.pools.insert(Entry {
+            id,
+            pool,
+            uses: 1,
+            generations,
+        });
         Ok(PoolHandle {
             shared: self.shared.clone(),
             key,
@@ -428,25 +442,24 @@ pub(crate) fn alloc_in<D: Device>(
     pool: PoolKey,
     stream: &D::Stream,
     bytes: u64,
-    made_at: &'static Location<'static>,
+    at: &'static Location<'static>,
 ) -> Result<Tensor<D>> {
     if bytes == 0 {
-        return Ok(Tensor::empty().remade_at(made_at));
+        return Ok(Tensor::empty().remade_at(at));
     }
     let id = shared.next_storage();
-    let (block, born) = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
+    let (block, capture, eternal) = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
     let memory = Memory {
         shared: shared.clone(),
         pool,
     };
+    let birth = Birth {
+        stream: stream.clone(),
+        capture,
+        at,
+    };
     Ok(Tensor::first(Storage::owning(
-        id,
-        block,
-        bytes,
-        memory,
-        stream.clone(),
-        born,
-        made_at,
+        id, block, bytes, memory, birth, eternal,
     )))
 }
 

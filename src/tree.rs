@@ -113,14 +113,14 @@ impl<D: Device> GraphTrees<D> {
         let device = allocator.device();
         let stream = device.create_stream()?;
         let event = device.create_event()?;
-        let pool = allocator.create_pool(options)?;
+        let pool = allocator.new_pool(options, true)?;
         Ok(GraphTrees {
             inner: Arc::new(Inner {
                 allocator: allocator.clone(),
                 pool,
                 stream,
                 event,
-                generations: Arc::new(Generations::default()),
+                generations: Generations::new(),
                 owner: Arc::new(()),
                 state: Mutex::new(State::new()),
                 idle: Condvar::new(),
@@ -305,10 +305,12 @@ impl<D: Device> Inner<D> {
             state.retire(&self.generations, ended, &function.name, at);
         }
         state.functions[function.key].check_bound()?;
+        let mut gives = false;
         for arg in &*args {
             if let Some(tensor) = arg.tensor() {
                 tensor.check()?;
             }
+            gives |= arg.is_given();
         }
         let variant = state.functions[function.key].variant_or_new(key);
         let choice = state.choose(function.key, variant, args);
@@ -322,7 +324,7 @@ impl<D: Device> Inner<D> {
             at,
         };
         match choice {
-            Choice::Replay(node) => self.replay(state, node, call, out),
+            Choice::Replay(node) => self.replay(state, node, call, gives, out),
             Choice::Record => self.record(state, call, out),
             Choice::Warmup => self.warmup(state, call, out),
         }

@@ -41,6 +41,10 @@ pub(super) struct Node<D: Device> {
     pub(super) checkpoint: Checkpoint,
     /// The outputs of the path that were held then, and their blocks.
     pub(super) saved: Box<[(Arc<Storage<D>>, Allocation)]>,
+    /// Which inputs are copied.
+    pub(super) copied: Box<[u32]>,
+    /// Whether an output is a bound input, which may die.
+    pub(super) returns_bound: bool,
     /// Room for the addresses of the copied inputs.
     pub(super) sources: Vec<DevicePtr>,
 }

@@ -10,7 +10,7 @@ use tracing::{debug_span, warn};
 
 use super::args::Arg;
 use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
-use super::node::{Consumed, DeadBits, Node, NodeId};
+use super::node::{Consumed, DeadBits, InputSpec, Node, NodeId, OutputSpec};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, State};
@@ -334,11 +334,21 @@ impl<D: Device> Inner<D> {
                 .iter()
                 .filter_map(|(storage, _)| owned(storage)),
         );
+        let copied = (0u32..)
+            .zip(&placed.specs)
+            .filter(|(_, spec)| matches!(spec, InputSpec::Copied { .. }))
+            .map(|(index, _)| index)
+            .collect();
         let node = state.nodes.insert(Node {
             id,
             variant,
             parent,
             children: SmallVec::new(),
+            copied,
+            returns_bound: sorted
+                .specs
+                .iter()
+                .any(|o| matches!(o, OutputSpec::Bound(_))),
             inputs: placed.specs.into(),
             must_be_dead: must_be_dead.into(),
             consumed: consumed.into(),
