@@ -1,7 +1,7 @@
 //! Graph trees: functions that are warmed up, recorded and replayed over one shared pool. What a compiler backend embeds.
 //!
 //! [`GraphTrees`] is the face; the verbs are files in the folder of the same name: [`warmup`], [`record`], [`replay`], and
-//! [`admit`], which decides between them. One mutex guards a tree's state. It is never held while a closure runs: the
+//! [`mod@admit`], which decides between them. One mutex guards a tree's state. It is never held while a closure runs: the
 //! tree is then marked busy, a nested run is an error, and another thread's run waits.
 
 mod admit;
