@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use cudagraph_trees::pool::{
-    Allocation, Backing, BackingError, Pool, PoolConfig, PoolSnapshot, StreamId, Tag,
+    Adopt, Allocation, Backing, BackingError, Freed, Pool, PoolConfig, PoolSnapshot, SizeClass,
+    StreamId, Tag,
 };
 
 pub const KIB: u64 = 1024;
@@ -195,10 +196,15 @@ pub fn alloc(pool: &mut Pool<Toy>, stream: u32, bytes: u64) -> Allocation {
 pub fn free(pool: &mut Pool<Toy>, allocation: Allocation) {
     let freed = pool.free(allocation).expect("a live block");
     let (address, bytes) = (allocation.address(), allocation.bytes());
-    assert_eq!(
-        freed,
-        cudagraph_trees::pool::Freed::Block { address, bytes }
-    );
+    assert_eq!(freed, Freed::Block { address, bytes });
+}
+
+/// An adopter of `saved`.
+pub fn adopt(saved: Allocation, tag: u64) -> Adopt {
+    Adopt {
+        saved,
+        tag: Tag(tag),
+    }
 }
 
 /// Segment number and offset of an allocation.
@@ -278,7 +284,7 @@ impl Trace {
             .iter()
             .find(|segment| segment.id.0 == number)
             .map(|s| s.class);
-        let class = if class == Some(cudagraph_trees::pool::SizeClass::Small) {
+        let class = if class == Some(SizeClass::Small) {
             'S'
         } else {
             'L'
