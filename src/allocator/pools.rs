@@ -156,7 +156,7 @@ impl<D: Device> PoolHandle<D> {
     ///
     /// # Errors
     /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage;
-    /// [`PoolError::AdoptedTwice`] for two tensors of one storage; [`Error::Stale`]. Nothing has changed then.
+    /// [`PoolError::AdoptedTwice`] for two tensors of one storage; [`Error::Stale`](crate::Error::Stale). Nothing has changed then.
     pub fn restore(
         &self,
         stream: &D::Stream,
