@@ -330,6 +330,11 @@ impl<D: Device> Storage<D> {
         }
     }
 
+    /// The stream that its memory is used on again once it is free.
+    pub(crate) fn freed_on(&self) -> Option<D::Stream> {
+        lock(&self.custody).stream.clone()
+    }
+
     /// The block it owns now.
     pub(crate) fn block(&self) -> Option<Allocation> {
         lock(&self.custody).block

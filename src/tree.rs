@@ -25,6 +25,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 use slotmap::SlotMap;
+use smallvec::SmallVec;
 
 use crate::allocator::{Allocator, PoolHandle, PoolOptions};
 use crate::device::Device;
@@ -89,8 +90,8 @@ struct State<D: Device> {
     seen_ended: u64,
     /// Whose closure is running.
     busy: Option<ThreadId>,
-    /// The stream of the last run.
-    order: Option<D::Stream>,
+    /// The streams that runs of the path were called on, and the last run before it.
+    streams: SmallVec<[D::Stream; 2]>,
     counts: Counts,
     /// Why the last capture that failed did.
     last_failure: Option<Error>,
@@ -373,7 +374,7 @@ impl<D: Device> State<D> {
             books_exact: true,
             seen_ended: 0,
             busy: None,
-            order: None,
+            streams: SmallVec::new(),
             counts: Counts::default(),
             last_failure: None,
         }
@@ -395,6 +396,9 @@ impl<D: Device> State<D> {
             if let Some(node) = self.admitted(function, variant, args) {
                 return Choice::Replay(node);
             }
+        }
+        if self.functions[function].variants[variant].pauses() {
+            return Choice::Warmup;
         }
         Choice::Record
     }
@@ -432,20 +436,11 @@ impl<D: Device> State<D> {
     }
 }
 
-impl<D: Device> Call<'_, '_, D> {
-    /// Drops what was given.
-    fn give_up(&mut self) {
-        for arg in &mut *self.args {
-            drop(arg.take());
-        }
-    }
-}
-
 impl<D: Device> Drop for Inner<D> {
     fn drop(&mut self) {
         // What is held outlives the tree: it owns its memory from here on.
         let mut state = std::mem::replace(&mut *lock(&self.state), State::new());
-        if let Some(stream) = state.order.clone()
+        if let Some(stream) = state.streams.last().cloned()
             && let Err(error) = self.catch_up(&mut state, &stream)
         {
             tracing::error!(%error, "the pool's books could not catch up with what is held at the tree's end");

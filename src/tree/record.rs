@@ -58,7 +58,7 @@ impl<D: Device> Inner<D> {
         match recorded {
             Ok(recorded) => {
                 self.commit(&mut state, &call, &before, recorded, out);
-                call.give_up();
+                self.give_up(&mut call);
                 Ok(())
             }
             Err(Undone::Call(error)) => Err(error),
@@ -69,6 +69,7 @@ impl<D: Device> Inner<D> {
             Err(Undone::Capture(error)) => {
                 warn!(function = %call.name, %error, "the capture failed; the call is answered eagerly");
                 state.counts.failed_captures += 1;
+                state.functions[call.function].variants[call.variant].capture_failed();
                 state.last_failure = Some(error);
                 drop(entered);
                 self.warmup(state, call, out)
@@ -377,7 +378,9 @@ impl<D: Device> Inner<D> {
                 replayed: false,
             },
         });
-        state.functions[call.function].variants[call.variant].warm = true;
+        let recorded = &mut state.functions[call.function].variants[call.variant];
+        recorded.warm = true;
+        recorded.captured();
         out.hand_out(Phase::Record, Some(id), outputs, call.at);
     }
 }

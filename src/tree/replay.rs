@@ -89,7 +89,7 @@ impl<D: Device> Inner<D> {
         state.books_exact = false;
         state.counts.replays += 1;
         if gives {
-            call.give_up();
+            self.give_up(&mut call);
         }
         Ok(())
     }
