@@ -52,6 +52,7 @@ mod error;
 mod graph;
 pub mod inspect;
 pub mod pool;
+mod rng;
 mod storage;
 mod sync;
 mod tree;
@@ -59,6 +60,7 @@ mod tree;
 pub use allocator::{Allocator, PoolCheckpoint, PoolHandle, PoolId, PoolOptions, RouteGuard};
 pub use error::{BoxError, Error, Made, Phase, Result, Stale};
 pub use graph::{Capture, CaptureOptions, Graph};
+pub use rng::{Generator, STATE_BYTES};
 pub use storage::{StorageId, Tensor, WeakTensor};
 pub use tree::{
     Arg, BodyResult, Counts, Function, FunctionSpec, FunctionView, GraphTrees, HeldView, InputView,
