@@ -28,6 +28,7 @@ use routes::Routes;
 
 pub(crate) use routes::Born;
 
+pub(crate) use pools::Claim;
 pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
 pub use routes::RouteGuard;
 

@@ -36,6 +36,7 @@ mod backing;
 mod block;
 mod books;
 mod checkpoint;
+mod claim;
 mod config;
 mod error;
 mod index;

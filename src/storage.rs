@@ -10,6 +10,7 @@ mod word;
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -140,6 +141,8 @@ pub(crate) struct Storage<D: Device> {
     id: StorageId,
     ptr: DevicePtr,
     bytes: u64,
+    /// Length of the block it has, or had, in the pool; `bytes` where it never had one.
+    extent: u64,
     word: Word,
     /// It has one generation only: its handles cannot go stale.
     eternal: bool,
@@ -163,6 +166,7 @@ impl<D: Device> Storage<D> {
             id,
             ptr: DevicePtr(block.address()),
             bytes,
+            extent: block.bytes(),
             word: Word::new(true, 1),
             eternal,
             made_at: birth.at,
@@ -190,6 +194,7 @@ impl<D: Device> Storage<D> {
             id,
             ptr,
             bytes,
+            extent: bytes,
             word: Word::new(false, 1),
             eternal: true,
             made_at,
@@ -203,6 +208,11 @@ impl<D: Device> Storage<D> {
             }),
             source,
         })
+    }
+
+    /// The addresses that its block takes in the pool.
+    pub(crate) fn range(&self) -> Range<u64> {
+        self.ptr.0..self.ptr.0 + self.extent
     }
 
     pub(crate) fn is_eternal(&self) -> bool {

@@ -202,6 +202,30 @@ impl Books {
         (address, bytes)
     }
 
+    /// Parts a free block in two, of which the first has `front` bytes. Returns the second, which the caller makes live at once: no two
+    /// neighbours are free otherwise.
+    pub fn part(&mut self, slot: u32, front: u64) -> u32 {
+        self.unindex(slot);
+        let record = self.records.edit(slot);
+        let back = Record {
+            address: record.address + front,
+            size: record.size - front,
+            segment: record.segment,
+            list: record.list,
+            prev: slot,
+            next: record.next,
+            ..Record::NONE
+        };
+        record.size = front;
+        self.index(slot);
+        let second = self.add_free(back);
+        self.records.edit(slot).next = second;
+        if back.next != NIL {
+            self.records.edit(back.next).prev = second;
+        }
+        second
+    }
+
     /// Makes a live block free, and one with the free blocks beside it. Returns address, length, and
     /// the bytes that had been asked for.
     #[inline]

@@ -438,7 +438,8 @@ impl<D: Device> Inner<D> {
                 self.follow(used, stream)?;
             }
         }
-        if state.path.is_empty() && state.streams.len() > usize::from(known) {
+        let unused = state.path.is_empty() && state.carried.is_empty();
+        if unused && state.streams.len() > usize::from(known) {
             // Nothing of the tree is in use elsewhere any more that this stream has not waited for.
             state.streams.clear();
             known = false;

@@ -3,6 +3,7 @@
 //! Until the graph has been launched, the way back is open: a checkpoint of the pool from before, and what it takes to bring given
 //! inputs back. A capture executes nothing, so whatever it did to the books can be undone without a trace.
 
+use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
 use smallvec::SmallVec;
@@ -10,7 +11,7 @@ use tracing::{debug_span, warn};
 
 use super::args::Arg;
 use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
-use super::node::{Consumed, DeadBits, InputSpec, Node, NodeId, OutputSpec};
+use super::node::{Consumed, DeadBits, InputSpec, Node, NodeId, OutputSpec, footprint};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, State};
@@ -38,6 +39,7 @@ struct Recorded<D: Device> {
     sorted: Sorted<D>,
     given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
+    footprint: Box<[Range<u64>]>,
 }
 
 impl<D: Device> Inner<D> {
@@ -145,6 +147,7 @@ impl<D: Device> Inner<D> {
                     sorted,
                     given,
                     outputs,
+                    footprint: footprint(&storages),
                 }),
             ),
             Err(undone) => {
@@ -291,6 +294,7 @@ impl<D: Device> Inner<D> {
             sorted,
             given,
             outputs,
+            footprint,
         } = recorded;
         let mut must_be_dead = Vec::new();
         let mut consumed = Vec::new();
@@ -352,6 +356,7 @@ impl<D: Device> Inner<D> {
                 .any(|o| matches!(o, OutputSpec::Bound(_))),
             inputs: placed.specs.into(),
             must_be_dead: must_be_dead.into(),
+            footprint,
             consumed: consumed.into(),
             outputs: sorted.specs.into(),
             slots: sorted.slots.into(),
