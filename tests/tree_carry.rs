@@ -32,7 +32,7 @@ fn window<D: Device>(rig: &Rig<D>, window: usize, steps: usize) -> Vec<[Phase; 2
         }
         rig.trees.audit().unwrap();
         if held.len() == window {
-            held.remove(0);
+            drop(held.remove(0));
         }
     }
     phases
