@@ -122,28 +122,27 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
 }
 
 impl Template {
-    /// Counts the nodes and finds those of the gather.
+    /// Counts the nodes and finds those of the gather, which count as one.
     fn read(&mut self, call: Call, raw: sys::CUgraph) -> Result<()> {
         let device = self.device.clone();
         for node in device.nodes(call, raw)? {
             match device.kind(call, node)? {
-                0 => {
-                    self.info.kernels += 1;
-                    if let Some((slots, params)) = device.gather_of(node)? {
-                        self.gather.push(GatherNode {
-                            node: Shared(node),
-                            params: Shared(params),
-                            slots,
-                            unsure: false,
-                        });
-                    }
-                }
+                0 => match device.gather_of(node)? {
+                    Some((slots, params)) => self.gather.push(GatherNode {
+                        node: Shared(node),
+                        params: Shared(params),
+                        slots,
+                        unsure: false,
+                    }),
+                    None => self.info.kernels += 1,
+                },
                 1 => self.info.copies += 1,
                 2 => self.info.fills += 1,
                 10 | 11 => self.info.memory += 1, // MEM_ALLOC, MEM_FREE
                 _ => self.info.other += 1,
             }
         }
+        self.info.kernels += usize::from(!self.gather.is_empty());
         self.gather.sort_by_key(|node| node.slots.first());
         Ok(())
     }
