@@ -1,6 +1,9 @@
 //! A sample of the measured capture rules, put to the CUDA device: what the simulated device is held to, the driver says itself.
 #![cfg(feature = "cuda-any")]
 
+mod cuda_support;
+
+use cuda_support::cuda;
 use cudagraph_trees::device::cuda::{
     CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaStream,
 };
@@ -195,15 +198,7 @@ fn number<T>(result: &Result<T, DeviceError>) -> u32 {
 /// One test, so that no other thread's calls meet a capture in the global mode.
 #[test]
 fn the_driver_answers_as_measured() {
-    let d = match CudaDevice::new(0) {
-        Ok(d) => d,
-        Err(why) => {
-            let wanted = std::env::var("CUDAGRAPH_TREES_DEVICE").is_ok_and(|kind| kind == "cuda");
-            assert!(!wanted, "no CUDA device: {why}");
-            println!("skipped: no CUDA device ({why})");
-            return;
-        }
-    };
+    let Some(d) = cuda() else { return };
     assert_eq!(
         number(&d.begin_capture(&d.default_stream(), CaptureMode::Global)),
         900

@@ -1,21 +1,15 @@
 //! A CUDA context that a kernel's fault costs. Alone in its process, since the context is the process's.
 #![cfg(feature = "cuda-any")]
 
-use cudagraph_trees::device::cuda::CudaDevice;
+mod cuda_support;
+
+use cuda_support::cuda;
 use cudagraph_trees::device::kernels::KernelSet;
 use cudagraph_trees::device::{Call, Code, Device, DevicePtr};
 
 #[test]
 fn a_lost_context_is_reported_and_remembered() {
-    let d = match CudaDevice::new(0) {
-        Ok(d) => d,
-        Err(why) => {
-            let wanted = std::env::var("CUDAGRAPH_TREES_DEVICE").is_ok_and(|kind| kind == "cuda");
-            assert!(!wanted, "no CUDA device: {why}");
-            println!("skipped: no CUDA device ({why})");
-            return;
-        }
-    };
+    let Some(d) = cuda() else { return };
     let page = d.granularity();
     let set = KernelSet::load(&d).unwrap();
     let stream = d.create_stream().unwrap();

@@ -1,7 +1,7 @@
-//! Kernels: modules loaded once and kept as long as the device, functions with their parameters' sizes.
+//! Kernels: modules loaded once and kept as long as the device, functions with their parameters' sizes, launches.
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_char};
+use std::ffi::{CString, c_char, c_void};
 use std::fmt;
 use std::ptr;
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use smallvec::SmallVec;
 use super::driver::SUCCESS;
 use super::inner::{Inner, Shared};
 use super::nvrtc;
-use crate::device::{Call, Code, DeviceError, Kernel, KernelArg, Result};
+use super::stream::Handle;
+use crate::device::{Call, Code, DeviceError, Kernel, KernelArg, LaunchConfig, Result};
 use crate::sync::lock;
 
 /// Bytes of a compiler's words that an error takes in.
@@ -222,6 +223,53 @@ impl Inner {
                 }
             }
         }
+    }
+
+    /// Launches a kernel with arguments that are its own. The context is current.
+    pub(super) fn launch_function(
+        &self,
+        stream: &Handle,
+        function: &Function,
+        config: LaunchConfig,
+        args: &[KernelArg],
+    ) -> Result<()> {
+        let call = Call::Launch;
+        let refuse = |why| DeviceError::new(call, Code::InvalidValue, why);
+        if config.grid.contains(&0) || config.block.contains(&0) {
+            let why = format!(
+                "{} is launched with {config:?}; no extent may be 0",
+                function.name
+            );
+            return Err(refuse(why));
+        }
+        function.check(args).map_err(refuse)?;
+        let mut words: SmallVec<[u64; 12]> = args.iter().map(|arg| word(arg).0).collect();
+        let mut params: SmallVec<[*mut c_void; 12]> = words
+            .iter_mut()
+            .map(|word| ptr::from_mut(word).cast())
+            .collect();
+        let ([gx, gy, gz], [bx, by, bz]) = (config.grid, config.block);
+        // SAFETY: there is a pointer for each parameter of the kernel, to a word that has at least its size (checked above), first
+        // byte lowest, as on every machine that CUDA runs on; the driver copies them at the call. Function and stream
+        // live as long as their handles.
+        let code = unsafe {
+            (self.driver.cuLaunchKernel)(
+                function.raw.0,
+                gx,
+                gy,
+                gz,
+                bx,
+                by,
+                bz,
+                config.shared_bytes,
+                stream.raw.0,
+                params.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        self.check(call, code, || {
+            format!("{} on stream {} with {config:?}", function.name, stream.id)
+        })
     }
 
     /// Unloads all modules: for the device's end, when no handle is left.

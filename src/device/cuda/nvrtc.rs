@@ -116,9 +116,6 @@ impl Nvrtc {
         }
         let mut tried = Vec::new();
         for candidate in candidates(driver) {
-            if candidate.is_absolute() && !candidate.exists() {
-                continue;
-            }
             match Self::open(&candidate) {
                 Ok(nvrtc) => return Ok(NVRTC.get_or_init(|| nvrtc)),
                 Err(error) => tried.push(said(&error)),
@@ -236,8 +233,13 @@ impl Program<'_> {
 fn candidates(driver: u32) -> Vec<PathBuf> {
     let names = names(driver);
     let mut files = Vec::new();
-    let mut folder = |folder: PathBuf| files.extend(names.iter().map(|name| folder.join(name)));
-    if let Some(named) = std::env::var_os(NVRTC_VARIABLE).map(PathBuf::from) {
+    let mut folder = |folder: PathBuf| {
+        let inside = names.iter().map(|name| folder.join(name));
+        files.extend(inside.filter(|file| file.exists()));
+    };
+    if let Some(named) = std::env::var_os(NVRTC_VARIABLE) {
+        // Absolute, so that its folder can be looked into.
+        let named = std::fs::canonicalize(&named).unwrap_or(named.into());
         if named.is_dir() {
             folder(named);
         } else {

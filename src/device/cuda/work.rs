@@ -1,14 +1,10 @@
 //! The trait's methods: who belongs to whom is checked, the context made current, the driver asked.
 
-use std::ffi::c_void;
-use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
-use smallvec::SmallVec;
 
 use super::inner::{Current, Inner};
-use super::module::word;
 use super::stream::Handle;
 use super::{CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaStream};
 use super::{graph, stream};
@@ -206,43 +202,8 @@ impl Device for CudaDevice {
         let call = Call::Launch;
         self.check_ours(call, "function", &function.device)?;
         let (_current, stream) = self.enter_on(call, stream)?;
-        let function = &function.function;
-        let refuse = |why| DeviceError::new(call, Code::InvalidValue, why);
-        if config.grid.contains(&0) || config.block.contains(&0) {
-            let why = format!(
-                "{} is launched with {config:?}; no extent may be 0",
-                function.name
-            );
-            return Err(refuse(why));
-        }
-        function.check(args).map_err(refuse)?;
-        let mut words: SmallVec<[u64; 12]> = args.iter().map(|arg| word(arg).0).collect();
-        let mut params: SmallVec<[*mut c_void; 12]> = words
-            .iter_mut()
-            .map(|word| ptr::from_mut(word).cast())
-            .collect();
-        let ([gx, gy, gz], [bx, by, bz]) = (config.grid, config.block);
-        // SAFETY: there is a pointer for each parameter of the kernel, to a word that has at least its size (checked above), first
-        // byte lowest, as on every machine that CUDA runs on; the driver copies them at the call. Function and stream
-        // live as long as their handles.
-        let code = unsafe {
-            (self.inner.driver.cuLaunchKernel)(
-                function.raw.0,
-                gx,
-                gy,
-                gz,
-                bx,
-                by,
-                bz,
-                config.shared_bytes,
-                stream.raw.0,
-                params.as_mut_ptr(),
-                ptr::null_mut(),
-            )
-        };
-        self.inner.check(call, code, || {
-            format!("{} on stream {} with {config:?}", function.name, stream.id)
-        })
+        self.inner
+            .launch_function(stream, &function.function, config, args)
     }
 
     fn copy(&self, stream: &CudaStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
