@@ -22,13 +22,14 @@ use crate::pool::{
     Allocation, Backing, Freed, Pool, PoolConfig, PoolError, PoolSnapshot, PoolStats, StreamId,
     Tag, Trimmed,
 };
-use crate::storage::{Source, Storage, StorageId, Tensor};
+use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::lock;
 use backing::PoolBacking;
 use routes::Routes;
 
 pub(crate) use routes::Born;
 
+pub(crate) use pools::Claim;
 pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
 pub use routes::RouteGuard;
 
@@ -78,6 +79,8 @@ struct Entry<D: Device> {
     pool: Pool<PoolBacking<D>>,
     /// Graphs, handles and captures that use it. At zero, `trim` may take its free segments.
     uses: usize,
+    /// A tree's pool: its memory goes from generation to generation, and so handles on it can go stale.
+    generations: bool,
 }
 
 /// A storage's way back to its pool.
@@ -134,8 +137,9 @@ impl<D: Device> Books<D> {
         if let Ok(Freed::Block { .. }) = entry.pool.free(block)
             && let Some(stream) = stream
         {
-            // A capture kills only what was born in it: what came from outside lives on until a run takes its place.
-            if capture.is_none_or(|serial| serial == born) {
+            // A capture kills only what was born in it: what came from outside lives on until a run takes its place. And what was born in
+            // a capture belongs to its graph, which may be launched on any stream: only a tree, which orders its runs, says when that dies.
+            if capture.unwrap_or(0) == born {
                 device.mark(
                     stream,
                     DevicePtr(block.address()),
@@ -235,6 +239,7 @@ impl<D: Device> Shared<D> {
         );
         Ok(Handed {
             pool,
+            eternal: !pools[pool].generations,
             block,
             born,
             noted,
@@ -248,6 +253,8 @@ struct Handed<D: Device> {
     block: Allocation,
     /// Serial of the capture it was born in; 0 if in none.
     born: u64,
+    /// Its pool is no tree's: handles on it cannot go stale.
+    eternal: bool,
     /// Where its storage is to be noted.
     noted: Option<Born<D>>,
 }
@@ -288,6 +295,7 @@ impl<D: Device> Allocator<D> {
             id: PoolId::DEFAULT,
             pool,
             uses: 1,
+            generations: false,
         });
         let books = Books {
             pools,
@@ -342,6 +350,15 @@ impl<D: Device> Allocator<D> {
     /// # Errors
     /// [`PoolError::InvalidConfig`] names the field.
     pub fn create_pool(&self, options: PoolOptions) -> Result<PoolHandle<D>> {
+        self.new_pool(options, false)
+    }
+
+    /// A new private pool; `generations` for a tree's.
+    pub(crate) fn new_pool(
+        &self,
+        options: PoolOptions,
+        generations: bool,
+    ) -> Result<PoolHandle<D>> {
         let backing = match options.backing {
             Some(custom) => PoolBacking::custom(custom),
             None => PoolBacking::device(self.shared.device.clone()),
@@ -350,7 +367,12 @@ impl<D: Device> Allocator<D> {
         let mut books = lock(&self.shared.books);
         let id = PoolId(books.next_pool);
         books.next_pool += 1;
-        let key = books.pools.insert(Entry { id, pool, uses: 1 });
+        let key = books.pools.insert(Entry {
+            id,
+            pool,
+            uses: 1,
+            generations,
+        });
         Ok(PoolHandle {
             shared: self.shared.clone(),
             key,
@@ -523,10 +545,10 @@ pub(crate) fn alloc_in<D: Device>(
     pool: Option<PoolKey>,
     stream: &D::Stream,
     bytes: u64,
-    made_at: &'static Location<'static>,
+    at: &'static Location<'static>,
 ) -> Result<Tensor<D>> {
     if bytes == 0 {
-        return Ok(Tensor::empty().remade_at(made_at));
+        return Ok(Tensor::empty().remade_at(at));
     }
     let id = shared.next_storage();
     let handed = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
@@ -534,14 +556,18 @@ pub(crate) fn alloc_in<D: Device>(
         shared: shared.clone(),
         pool: handed.pool,
     };
+    let birth = Birth {
+        stream: stream.clone(),
+        capture: handed.born,
+        at,
+    };
     let tensor = Tensor::first(Storage::owning(
         id,
         handed.block,
         bytes,
         memory,
-        stream.clone(),
-        handed.born,
-        made_at,
+        birth,
+        handed.eternal,
     ));
     if let Some(noted) = handed.noted {
         noted.note(&tensor);

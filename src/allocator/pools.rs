@@ -1,6 +1,7 @@
 //! Private pools as their users see them: handles that count as uses, statistics, checkpoints.
 
 use std::fmt;
+use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
@@ -60,6 +61,16 @@ pub struct PoolCheckpoint {
     inner: Checkpoint,
     /// By address.
     live: Vec<LiveBlock>,
+}
+
+/// Memory that is held although a checkpoint may not know it.
+pub(crate) struct Claim {
+    /// Its addresses.
+    pub(crate) range: Range<u64>,
+    /// Its owner.
+    pub(crate) tag: Tag,
+    /// The block that its owner has in the books, if it has one: a restore may keep it.
+    pub(crate) owned: Option<Allocation>,
 }
 
 /// What a restore did, in bytes and blocks.
@@ -276,41 +287,31 @@ impl<D: Device> PoolHandle<D> {
             }
         }
         let restored = pool.restore(checkpoint, adopt, unclaimed)?;
-        // An orphan may lie where an adopted block lies (the same bytes under another id): those bytes have an owner.
-        let mut owned: Vec<(u64, u64)> = restored
-            .adopted
-            .iter()
-            .map(|b| (b.address(), b.address() + b.bytes()))
-            .collect();
-        owned.sort_unstable();
-        let has_owner = |a: Allocation| {
-            let next = owned.partition_point(|(_, end)| *end <= a.address());
-            owned
-                .get(next)
-                .is_some_and(|(start, _)| *start < a.address() + a.bytes())
-        };
-        for block in restored
-            .orphaned
-            .iter()
-            .filter(|b| !has_owner(b.allocation))
-            .chain(&restored.freed)
-        {
-            self.shared.device.mark(
-                stream,
-                DevicePtr(block.allocation.address()),
-                block.allocation.bytes(),
-                Mark::Dead,
-            );
-        }
-        for block in &restored.adopted {
-            self.shared.device.mark(
-                stream,
-                DevicePtr(block.address()),
-                block.bytes(),
-                Mark::Live,
-            );
-        }
+        mark_restored(&self.shared.device, stream, &restored, &[]);
         Ok(restored)
+    }
+
+    /// Restores, and makes the ranges in `claim` live besides: memory that is held although the checkpoint does not know it. What nobody adopts is
+    /// free. The blocks adopted and claimed, in order.
+    pub(crate) fn restore_and_claim(
+        &self,
+        stream: &D::Stream,
+        checkpoint: &Checkpoint,
+        adopt: &[Adopt],
+        claim: &[Claim],
+    ) -> Result<(Vec<Allocation>, Vec<Allocation>)> {
+        let mut books = lock(&self.shared.books);
+        let pool = &mut books.pools[self.key].pool;
+        let restored = pool.restore(checkpoint, adopt, Unclaimed::Free)?;
+        let mut claimed = Vec::with_capacity(claim.len());
+        for Claim { range, tag, owned } in claim {
+            claimed.push(match owned {
+                Some(block) if pool.contains(*block) => *block,
+                _ => pool.claim(range.start, range.end - range.start, *tag)?,
+            });
+        }
+        mark_restored(&self.shared.device, stream, &restored, &claimed);
+        Ok((restored.adopted, claimed))
     }
 
     /// Gives back what a storage owned before it adopted another block: an orphan by now, so a no-op.
@@ -377,5 +378,45 @@ impl<D: Device> Drop for PoolHandle<D> {
 impl<D: Device> fmt::Debug for PoolHandle<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PoolHandle({})", self.id)
+    }
+}
+
+/// Tells the device what a restore made free. Where something that is held lies (the same bytes under another id, perhaps), it stays live.
+fn mark_restored<D: Device>(
+    device: &D,
+    stream: &D::Stream,
+    restored: &Restored,
+    claimed: &[Allocation],
+) {
+    let mut held: Vec<(u64, u64)> = restored
+        .adopted
+        .iter()
+        .chain(claimed)
+        .map(|b| (b.address(), b.address() + b.bytes()))
+        .collect();
+    held.sort_unstable();
+    let taken = |a: Allocation| {
+        let next = held.partition_point(|(_, end)| *end <= a.address());
+        held.get(next)
+            .is_some_and(|(start, _)| *start < a.address() + a.bytes())
+    };
+    for block in restored.orphaned.iter().chain(&restored.freed) {
+        let block = block.allocation;
+        if !taken(block) {
+            device.mark(
+                stream,
+                DevicePtr(block.address()),
+                block.bytes(),
+                Mark::Dead,
+            );
+        }
+    }
+    for block in &restored.adopted {
+        device.mark(
+            stream,
+            DevicePtr(block.address()),
+            block.bytes(),
+            Mark::Live,
+        );
     }
 }

@@ -3,6 +3,7 @@
 //! Until the graph has been launched, the way back is open: a checkpoint of the pool from before, and what it takes to bring given
 //! inputs back. A capture executes nothing, so whatever it did to the books can be undone without a trace.
 
+use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
 use smallvec::SmallVec;
@@ -10,7 +11,7 @@ use tracing::{debug_span, warn};
 
 use super::args::Arg;
 use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
-use super::node::{Consumed, DeadBits, Node, NodeId};
+use super::node::{Consumed, DeadBits, InputSpec, Node, NodeId, OutputSpec, footprint};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, State};
@@ -38,6 +39,7 @@ struct Recorded<D: Device> {
     sorted: Sorted<D>,
     given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
+    footprint: Box<[Range<u64>]>,
 }
 
 impl<D: Device> Inner<D> {
@@ -58,7 +60,7 @@ impl<D: Device> Inner<D> {
         match recorded {
             Ok(recorded) => {
                 self.commit(&mut state, &call, &before, recorded, out);
-                call.give_up();
+                self.give_up(&mut call);
                 Ok(())
             }
             Err(Undone::Call(error)) => Err(error),
@@ -69,6 +71,7 @@ impl<D: Device> Inner<D> {
             Err(Undone::Capture(error)) => {
                 warn!(function = %call.name, %error, "the capture failed; the call is answered eagerly");
                 state.counts.failed_captures += 1;
+                state.functions[call.function].variants[call.variant].capture_failed();
                 state.last_failure = Some(error);
                 drop(entered);
                 self.warmup(state, call, out)
@@ -144,6 +147,7 @@ impl<D: Device> Inner<D> {
                     sorted,
                     given,
                     outputs,
+                    footprint: footprint(&storages),
                 }),
             ),
             Err(undone) => {
@@ -290,6 +294,7 @@ impl<D: Device> Inner<D> {
             sorted,
             given,
             outputs,
+            footprint,
         } = recorded;
         let mut must_be_dead = Vec::new();
         let mut consumed = Vec::new();
@@ -334,13 +339,24 @@ impl<D: Device> Inner<D> {
                 .iter()
                 .filter_map(|(storage, _)| owned(storage)),
         );
+        let copied = (0u32..)
+            .zip(&placed.specs)
+            .filter(|(_, spec)| matches!(spec, InputSpec::Copied { .. }))
+            .map(|(index, _)| index)
+            .collect();
         let node = state.nodes.insert(Node {
             id,
             variant,
             parent,
             children: SmallVec::new(),
+            copied,
+            returns_bound: sorted
+                .specs
+                .iter()
+                .any(|o| matches!(o, OutputSpec::Bound(_))),
             inputs: placed.specs.into(),
             must_be_dead: must_be_dead.into(),
+            footprint,
             consumed: consumed.into(),
             outputs: sorted.specs.into(),
             slots: sorted.slots.into(),
@@ -367,7 +383,9 @@ impl<D: Device> Inner<D> {
                 replayed: false,
             },
         });
-        state.functions[call.function].variants[call.variant].warm = true;
+        let recorded = &mut state.functions[call.function].variants[call.variant];
+        recorded.warm = true;
+        recorded.captured();
         out.hand_out(Phase::Record, Some(id), outputs, call.at);
     }
 }

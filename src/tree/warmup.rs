@@ -98,7 +98,7 @@ impl<D: Device> Inner<D> {
         state.functions[call.function].variants[call.variant].warm = true;
         state.counts.warmups += 1;
         out.hand_out(Phase::Warmup, None, outputs, call.at);
-        call.give_up();
+        self.give_up(&mut call);
         Ok(())
     }
 }
