@@ -1,11 +1,13 @@
 //! What replays, checkpoints and allocations cost: one `name<TAB>value<TAB>unit` a line, times in nanoseconds of the calling thread.
 //!
-//! `cargo run --release --example figures [-- [--device host] [FILTER]]`; only figures whose name contains FILTER are measured.
+//! `cargo run --release --example figures [-- [--device host|cuda] [FILTER]]`; only figures whose name contains FILTER are measured.
 //!
 //! Times are medians over many calls. The device is drained every 32 calls, outside of what is timed. Names are those that the figures
 //! of other runtimes are printed under, so that the columns can be joined. On the simulated device a launch is an entry in a queue, so
 //! `raw_replay` is that device's floor, not a GPU's.
 
+#[path = "support/device.rs"]
+mod device;
 #[path = "support/numbers.rs"]
 mod numbers;
 #[path = "support/random.rs"]
@@ -17,7 +19,6 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use cudagraph_trees::device::Device;
-use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::kernels::KernelSet;
 use cudagraph_trees::pool::{
     Adopt, Allocation, Pool, PoolConfig, Restored, StreamId, Tag, Unclaimed,
@@ -588,22 +589,24 @@ fn trace(live: usize, steps: usize, top: f64) -> Outcome<[f64; 3]> {
     Ok([times[0], times[1], ratio])
 }
 
+/// All figures whose name contains a filter.
+struct Figures {
+    filter: String,
+}
+
+impl device::Job for Figures {
+    fn run<D: Device>(self, device: D) -> Outcome {
+        Bench::new(device, self.filter)?.all()
+    }
+}
+
 fn run() -> Outcome {
-    let (mut device, mut filter) = (String::from("host"), String::new());
-    let mut args = std::env::args().skip(1);
-    while let Some(arg) = args.next() {
-        if arg == "--device" {
-            device = args.next().ok_or("--device needs a name: host")?;
-        } else if arg.starts_with('-') {
-            return Err(format!("{arg} is no option; there is --device NAME").into());
-        } else {
-            filter = arg;
-        }
+    let (name, others) = device::chosen(std::env::args())?;
+    if let Some(option) = others.iter().find(|arg| arg.starts_with('-')) {
+        return Err(format!("{option} is no option; there is --device NAME").into());
     }
-    match device.as_str() {
-        "host" => Bench::new(HostDevice::new(), filter)?.all(),
-        other => Err(format!("there is no device {other:?}; there is: host").into()),
-    }
+    let filter = others.into_iter().next_back().unwrap_or_default();
+    device::run_on(&name, Figures { filter })
 }
 
 fn main() -> ExitCode {

@@ -1,12 +1,14 @@
 //! The main job: g1→g2 and g1→g3 share one pool; every output is checked against plain arithmetic.
 //!
-//! `cargo run --release --example replay_path`
+//! `cargo run --release --example replay_path [-- --device host|cuda]`
+
+#[path = "support/device.rs"]
+mod device;
 
 use std::error::Error;
 use std::sync::Arc;
 
 use cudagraph_trees::device::Device;
-use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::kernels::KernelSet;
 use cudagraph_trees::{Allocator, Function, FunctionSpec, GraphTrees, Tensor, lend};
 
@@ -136,8 +138,17 @@ fn drive<D: Device>(device: D) -> Result<usize, Box<dyn Error>> {
     Ok(driver.checked)
 }
 
+struct ReplayPath;
+
+impl device::Job for ReplayPath {
+    fn run<D: Device>(self, device: D) -> Result<(), Box<dyn Error>> {
+        let checked = drive(device)?;
+        println!("ok: {checked} outputs checked");
+        Ok(())
+    }
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
-    let checked = drive(HostDevice::new())?;
-    println!("ok: {checked} outputs checked");
-    Ok(())
+    let (name, _) = device::chosen(std::env::args())?;
+    device::run_on(&name, ReplayPath)
 }

@@ -49,6 +49,8 @@ struct Inner {
     default_stream: StreamKey,
     seed: u64,
     granularity: u64,
+    /// Whether memory has owners: without, marks do nothing.
+    ownership: bool,
 }
 
 /// A device made of host memory; see the [module](self). Clones are the same device.
@@ -63,6 +65,7 @@ pub struct HostBuilder {
     seed: u64,
     memory: u64,
     granularity: u64,
+    ownership: bool,
 }
 
 /// What a device holds and has done, for tests that look for leaks.
@@ -114,6 +117,14 @@ impl HostBuilder {
         self
     }
 
+    /// Whether memory without an owner may not be touched. Default: yes. Without the check whoever writes last is right, as on a GPU:
+    /// for showing what a wrong order of replays does to the bytes.
+    #[must_use]
+    pub fn check_ownership(mut self, check: bool) -> Self {
+        self.ownership = check;
+        self
+    }
+
     /// The device.
     ///
     /// # Errors
@@ -142,7 +153,10 @@ impl HostBuilder {
             gate.clone(),
         );
         let HostBuilder {
-            seed, granularity, ..
+            seed,
+            granularity,
+            ownership,
+            ..
         } = self;
         let default_stream = state.default_stream;
         HostDevice {
@@ -152,6 +166,7 @@ impl HostBuilder {
                 default_stream,
                 seed,
                 granularity,
+                ownership,
             }),
         }
     }
@@ -184,6 +199,7 @@ impl HostDevice {
             seed: 0,
             memory: 64 << 30,
             granularity: 2 << 20,
+            ownership: true,
         }
     }
 

@@ -67,7 +67,9 @@ impl Device for HostDevice {
     }
 
     fn manage(&self, ptr: DevicePtr, bytes: u64) {
-        if let Ok(mut state) = self.lock(Call::Driver("manage")) {
+        if self.inner.ownership
+            && let Ok(mut state) = self.lock(Call::Driver("manage"))
+        {
             state.world.memory.mark(ptr, bytes, Mark::Dead, u32::MAX);
         }
     }
@@ -83,8 +85,9 @@ impl Device for HostDevice {
     /// A mark that is run when something else has been mapped at its range since leaves that alone; captured ones do not ask.
     fn mark(&self, stream: &HostStream, ptr: DevicePtr, bytes: u64, mark: Mark) {
         let call = Call::Driver("mark");
-        if let Ok((mut state, key)) = self.enter_on(call, stream)
-            && bytes > 0
+        if bytes > 0
+            && self.inner.ownership
+            && let Ok((mut state, key)) = self.enter_on(call, stream)
         {
             let captured = state.streams[key].joined.is_some();
             let before = if captured {
