@@ -107,9 +107,9 @@ impl<D: Device> Tensor<D> {
     /// [`Error::Stale`] where its memory was given to a later run.
     pub fn check(&self) -> Result<()> {
         match &self.storage {
-            Some(storage) if storage.stamp() != self.stamp => {
-                Err(Error::Stale(Box::new(storage.stale(self.made_at))))
-            }
+            Some(storage) if storage.stamp() != self.stamp => Err(Error::Stale(Box::new(
+                storage.stale(self.stamp, self.made_at),
+            ))),
             _ => Ok(()),
         }
     }
