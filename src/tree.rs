@@ -377,22 +377,22 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// What to do with a call, and where on the path: a path of which nothing is held may end here.
+    /// What to do with a call, and where on the path: runs at its end of which nothing is held may be forgotten here.
     fn choose(&mut self, function: FunctionKey, variant: usize, args: &[Arg<'_, D>]) -> Choice {
-        if self.tip_is_exact() && !self.path_is_live() {
-            self.end_path();
+        while self.tip_is_exact() && self.tip_is_dead() {
+            self.cut_tip();
         }
         if self.tip_is_warm() || !self.functions[function].variants[variant].warm {
             return Choice::Warmup;
         }
-        if let Some(node) = self.admitted(function, variant, args) {
-            return Choice::Replay(node);
-        }
-        if !self.path.is_empty() && !self.path_is_live() {
-            self.end_path();
+        loop {
             if let Some(node) = self.admitted(function, variant, args) {
                 return Choice::Replay(node);
             }
+            if !self.tip_is_dead() {
+                return Choice::Record;
+            }
+            self.cut_tip();
         }
         Choice::Record
     }

@@ -84,7 +84,7 @@ impl<D: Device> State<D> {
         )
     }
 
-    /// Whether the last run was a warmup or a recording: then a dead path ends at once, as it would have at the next recording.
+    /// Whether the tip was warmed up or recorded: dead, it is then forgotten at once, as the next recording would.
     pub(super) fn tip_is_exact(&self) -> bool {
         !matches!(
             self.path.last(),
@@ -95,11 +95,6 @@ impl<D: Device> State<D> {
         )
     }
 
-    /// Whether somebody holds an output of the path.
-    pub(super) fn path_is_live(&self) -> bool {
-        self.path.iter().any(|entry| self.live_of(entry).any())
-    }
-
     /// How many output storages of the path are held.
     pub(super) fn path_live(&self) -> usize {
         self.path
@@ -108,13 +103,23 @@ impl<D: Device> State<D> {
             .sum()
     }
 
-    /// Forgets a path of which nothing is held. Its books are empty then, and so exact.
-    pub(super) fn end_path(&mut self) {
-        self.path.clear();
-        self.books_exact = true;
+    /// Whether there is a tip, of which nothing is held.
+    pub(super) fn tip_is_dead(&self) -> bool {
+        self.path
+            .last()
+            .is_some_and(|entry| !self.live_of(entry).any())
     }
 
-    /// Ends the generations on the path whose tokens were dropped: what is held of them goes stale. Costs what is held, and a look at each run.
+    /// Forgets a tip of which nothing is held: the memory is as its parent left it. The books of an empty path are empty, and so exact.
+    pub(super) fn cut_tip(&mut self) {
+        self.path.pop();
+        if self.path.is_empty() {
+            self.books_exact = true;
+        }
+    }
+
+    /// Ends the generations on the path whose tokens were dropped: what is held of them goes stale, and the runs at the path's end that belong to
+    /// them are forgotten. Costs what is held, and a look at each run.
     pub(super) fn retire(
         &mut self,
         generations: &Generations,
@@ -123,18 +128,18 @@ impl<D: Device> State<D> {
         at: &'static Location<'static>,
     ) {
         self.seen_ended = ended;
-        let mut open = 0;
-        for entry in &self.path {
+        let mut keep = 0;
+        for (index, entry) in self.path.iter().enumerate() {
             if generations.is_open(entry.generation) {
-                open += 1;
+                keep = index + 1;
                 continue;
             }
             for storage in self.held(entry) {
                 storage.invalidate(by, at);
             }
         }
-        if open == 0 {
-            self.end_path();
+        while self.path.len() > keep {
+            self.cut_tip();
         }
     }
 }
