@@ -404,7 +404,7 @@ impl<D: Device> State<D> {
         variant: usize,
         args: &[Arg<'_, D>],
     ) -> Option<NodeKey> {
-        let fits = |key: &NodeKey| match admit(&self.nodes[*key], args) {
+        let fits = |key: &NodeKey| match admit(&self.nodes[*key], args, |s| self.on_path(s)) {
             Ok(()) => true,
             Err(mismatch) => {
                 tracing::debug!(node = self.nodes[*key].id.0, ?mismatch, "not replayed");
