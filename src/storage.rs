@@ -349,6 +349,14 @@ impl<D: Device> Storage<D> {
         }
     }
 
+    /// Its death is not told to the device: its memory is somebody else's by then. So it is with what was born in a capture that came to nothing,
+    /// and with an input that a replayed graph overwrites.
+    pub(crate) fn hush(&self) {
+        if self.word.owning() {
+            lock(&self.custody).stream = None;
+        }
+    }
+
     /// Raises `flag` when the storage dies.
     pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
         lock(&self.custody).watchers.push(Arc::downgrade(flag));
@@ -365,6 +373,7 @@ impl<D: Device> Storage<D> {
             Some((_, by, at)) => (Some(by.clone()), Some(*at)),
             None => (None, None),
         };
+        drop(custody);
         let made = match self.home.get() {
             Some(home) => Made::Output {
                 function: home.function.clone(),

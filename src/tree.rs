@@ -394,7 +394,6 @@ impl<D: Device> State<D> {
             }
             self.cut_tip();
         }
-        Choice::Record
     }
 
     /// The first recording of a variant below the tip that may be replayed.

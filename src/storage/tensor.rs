@@ -67,6 +67,14 @@ impl<D: Device> Tensor<D> {
         }
     }
 
+    /// One more owner of the whole storage, if it has any.
+    pub(crate) fn hold(storage: &Arc<Storage<D>>) -> Option<Self> {
+        let (stamp, bytes) = (storage.stamp(), storage.bytes());
+        storage
+            .retain_if_held(stamp)
+            .then(|| Tensor::counted(storage.clone(), stamp, 0, bytes, storage.made_at()))
+    }
+
     /// The same range, as if made at another place.
     pub(crate) fn remade_at(mut self, made_at: &'static Location<'static>) -> Self {
         self.made_at = made_at;

@@ -409,15 +409,27 @@ impl<D: Device> Inner<D> {
         live
     }
 
-    /// Orders the caller's stream after the last run's, if that was on another.
+    /// Orders the caller's stream after the last run's, if that was on another. What is held of the path then dies in the new one's order.
     pub(super) fn order(&self, state: &mut State<D>, stream: &D::Stream) -> Result<()> {
         if state.order.as_ref() != Some(stream) {
             if let Some(last) = &state.order {
                 self.follow(last, stream)?;
             }
+            for storage in state.path.iter().flat_map(|entry| state.held(entry)) {
+                storage.hand_over(stream);
+            }
             state.order = Some(stream.clone());
         }
         Ok(())
+    }
+
+    /// Makes the caller's stream wait for what the tree's was given. Where no event does, the host waits: work that was enqueued must not
+    /// run beside what comes next.
+    pub(super) fn join(&self, stream: &D::Stream) -> Result<()> {
+        self.follow(&self.stream, stream).or_else(|error| {
+            tracing::warn!(%error, "waiting for a warmup on the host");
+            Ok(self.allocator.device().synchronize(&self.stream)?)
+        })
     }
 
     /// Makes `after` wait for all that `before` has been given so far.

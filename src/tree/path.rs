@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use tracing::debug_span;
 
+use super::args::Arg;
 use super::generation::Generations;
 use super::node::Node;
 use super::{Inner, NodeKey, State};
 use crate::device::Device;
 use crate::error::Result;
 use crate::pool::{Adopt, Tag, Unclaimed};
-use crate::storage::{LiveMask, Storage};
+use crate::storage::{LiveMask, Storage, Tensor};
 
 /// One run on the path.
 pub(super) struct Entry<D: Device> {
@@ -63,6 +64,24 @@ impl<D: Device> State<D> {
                 Some(self.slot(entry, index * 64 + bit))
             })
         })
+    }
+
+    /// A handle on each output of the path that somebody besides this call's given inputs holds. Kept while a closure runs: what another thread drops
+    /// meanwhile dies afterwards, so that nothing the closure does depends on it, nor its memory is written while that thread's work reads it.
+    pub(super) fn hold(&self, args: &[Arg<'_, D>]) -> Vec<Tensor<D>> {
+        let given = |storage: &Arc<Storage<D>>| {
+            args.iter()
+                .filter(|arg| arg.is_given())
+                .filter_map(|arg| arg.tensor()?.storage())
+                .filter(|s| Arc::ptr_eq(s, storage))
+                .count() as u64
+        };
+        self.path
+            .iter()
+            .flat_map(|entry| self.held(entry))
+            .filter(|storage| storage.owners() > given(storage))
+            .filter_map(Tensor::hold)
+            .collect()
     }
 
     /// The node at the path's end, unless the path is empty or ends in a warmup.

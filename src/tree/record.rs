@@ -52,6 +52,7 @@ impl<D: Device> Inner<D> {
         let entered = span.enter();
         self.order(&mut state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
+        let held = state.hold(call.args);
         let before: Vec<SmallVec<[u64; 2]>> =
             state.path.iter().map(|e| words(state.live_of(e))).collect();
         let (mut state, recorded) = self.capture(state, &mut call);
@@ -70,7 +71,7 @@ impl<D: Device> Inner<D> {
                 warn!(function = %call.name, %error, "the capture failed; the call is answered eagerly");
                 state.counts.failed_captures += 1;
                 state.last_failure = Some(error);
-                drop(entered);
+                drop((entered, held));
                 self.warmup(state, call, out)
             }
         }
@@ -93,12 +94,12 @@ impl<D: Device> Inner<D> {
         let mut placed = match self.place(&state, call, &born) {
             Ok(placed) => placed,
             Err(error) => {
-                self.abandon(serial);
+                self.abandon(serial, &born.storages());
                 return (state, Err(Undone::Call(error)));
             }
         };
         if let Err(error) = self.copy_in(&placed) {
-            self.abandon(serial);
+            self.abandon(serial, &born.storages());
             return (state, Err(Undone::Capture(error.into())));
         }
         let body = state.functions[call.function].body.clone();
@@ -113,11 +114,18 @@ impl<D: Device> Inner<D> {
         let storages = born.storages();
         let ended = match outcome {
             Outcome::Returned(outputs) => {
-                self.finish(&state, call, &mut placed, &storages, outputs, serial)
+                match self.finish(&state, call, &mut placed, &storages, &outputs, serial) {
+                    Ok((exec, info, sorted)) => Ok((exec, info, sorted, outputs)),
+                    Err(undone) => {
+                        // Before the outputs are dropped.
+                        hush(&storages);
+                        Err(undone)
+                    }
+                }
             }
             Outcome::Failed(source) => {
                 let broken = self.capture_broke(&source);
-                self.abandon(serial);
+                self.abandon(serial, &storages);
                 let error = Error::Function {
                     function: call.name.clone(),
                     phase: Phase::Record,
@@ -130,7 +138,7 @@ impl<D: Device> Inner<D> {
                 })
             }
             Outcome::Panicked(panic) => {
-                self.abandon(serial);
+                self.abandon(serial, &storages);
                 Err(Undone::Panic(panic))
             }
         };
@@ -158,29 +166,28 @@ impl<D: Device> Inner<D> {
     }
 
     /// From the closure's return to the first launch.
-    #[allow(clippy::type_complexity)] // the parts of `Recorded` that are made here
     fn finish(
         &self,
         state: &State<D>,
         call: &Call<'_, '_, D>,
         placed: &mut Placed<D>,
         born: &[Arc<Storage<D>>],
-        outputs: Vec<Tensor<D>>,
+        outputs: &[Tensor<D>],
         serial: u64,
-    ) -> Result<(D::Exec, GraphInfo, Sorted<D>, Vec<Tensor<D>>), Undone> {
+    ) -> Result<(D::Exec, GraphInfo, Sorted<D>), Undone> {
         let device = self.allocator.device();
         let sorted = self.sort_outputs(
             &state.functions[call.function],
             call,
             Phase::Record,
             &mut placed.specs,
-            &outputs,
+            outputs,
             born,
         );
         let sorted = match sorted {
             Ok(sorted) => sorted,
             Err(error) => {
-                self.abandon(serial);
+                self.abandon(serial, born);
                 return Err(Undone::Call(error));
             }
         };
@@ -196,11 +203,12 @@ impl<D: Device> Inner<D> {
         device
             .launch_graph(&exec, call.stream, &placed.sources)
             .map_err(|error| Undone::Call(error.into()))?;
-        Ok((exec, info, sorted, outputs))
+        Ok((exec, info, sorted))
     }
 
     /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more.
-    fn abandon(&self, serial: u64) {
+    fn abandon(&self, serial: u64, born: &[Arc<Storage<D>>]) {
+        hush(born);
         if let Err(error) = self.allocator.device().end_capture(&self.stream) {
             tracing::debug!(%error, "an abandoned capture ended with an error");
         }
@@ -291,6 +299,14 @@ impl<D: Device> Inner<D> {
             given,
             outputs,
         } = recorded;
+        // Given and kept inside: the caller's again, and not to die between the looks that follow.
+        let _kept: Vec<_> = given
+            .iter()
+            .filter_map(|given| {
+                given.storage.hand_over(call.stream);
+                Tensor::hold(&given.storage)
+            })
+            .collect();
         let mut must_be_dead = Vec::new();
         let mut consumed = Vec::new();
         for (entry, before) in state.path.iter().zip(before) {
@@ -369,6 +385,13 @@ impl<D: Device> Inner<D> {
         });
         state.functions[call.function].variants[call.variant].warm = true;
         out.hand_out(Phase::Record, Some(id), outputs, call.at);
+    }
+}
+
+/// What was born in a capture that comes to nothing dies without a word: see [`Storage::hush`].
+fn hush<D: Device>(born: &[Arc<Storage<D>>]) {
+    for storage in born {
+        storage.hush();
     }
 }
 
