@@ -19,6 +19,7 @@ suite!(
     an_error_after_everything_died_inside,
     a_panic_of_the_closure_goes_on,
     t2_13_a_workspace_kept,
+    what_is_advised_about_a_workspace_works,
     a_kept_input_is_the_callers_own,
     a_hidden_output_of_the_path_is_refused,
     an_output_made_outside_the_pool_is_passed_through,
@@ -260,6 +261,7 @@ fn t2_13_a_workspace_kept<D: Device>(rig: Rig<D>) {
                     panic!("readable")
                 };
                 assert_eq!(stale.made, cudagraph_trees::Made::Inside);
+                assert!(!stale.to_string().contains("token"), "{stale}");
                 assert_eq!(stale.taken_by.as_deref(), Some("f"));
             }
             if phase == Record {
@@ -286,6 +288,37 @@ fn t2_13_a_workspace_kept<D: Device>(rig: Rig<D>) {
     let (p, out) = rig.moved(&f, &step, y);
     assert_eq!((p, rig.read(&out)), (Replay, vec![4.0]));
     drop((x, out, step));
+    rig.finish();
+}
+
+/// Return it as an output, or allocate it outside of the function.
+fn what_is_advised_about_a_workspace_works<D: Device>(rig: Rig<D>) {
+    let returned = rig.register(FunctionSpec::new("returned"), |k, rec, inputs| {
+        let workspace = k.apply(rec, inputs.get(0)?, 1.0, 5.0)?;
+        Ok(vec![k.apply(rec, &workspace, 2.0, 0.0)?, workspace])
+    });
+    let workspace = rig.floats(&[0.0]);
+    let own = workspace.clone();
+    let outside = rig.register(FunctionSpec::new("outside"), move |k, rec, inputs| {
+        let x = inputs.get(0)?;
+        let (dst, src) = (own.ptr()?, x.ptr()?);
+        k.kernels
+            .scale_add(rec.device(), rec.stream(), dst, src, 1, 1.0, 5.0)?;
+        Ok(vec![k.apply(rec, &own, 2.0, 0.0)?])
+    });
+    let x = rig.floats(&[1.0]);
+    for phase in [Warmup, Record, Replay] {
+        let step = rig.trees.step();
+        let a = rig.run(&returned, &step, &[&x]);
+        let b = rig.run(&outside, &step, &[&x]);
+        assert_eq!((a.phase(), b.phase()), (phase, phase));
+        assert_eq!((rig.read(&a[0]), rig.read(&a[1])), (vec![12.0], vec![6.0]));
+        assert_eq!(
+            (rig.read(&b[0]), rig.read(&workspace)),
+            (vec![12.0], vec![6.0])
+        );
+    }
+    drop((x, workspace));
     rig.finish();
 }
 

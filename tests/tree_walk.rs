@@ -176,7 +176,12 @@ impl<D: Device> Walk<D> {
                     && self.is_open(self.held[*i].step)
             })
             .collect();
-        (!fits.is_empty()).then(|| fits[self.random.below(fits.len())])
+        // Half the time the newest, so that paths come again.
+        match fits.last() {
+            Some(newest) if self.random.one_in(2) => Some(*newest),
+            Some(_) => Some(fits[self.random.below(fits.len())]),
+            None => None,
+        }
     }
 
     fn eager(&mut self) {
@@ -450,7 +455,7 @@ fn walk<D: Device>(device: D, seed: u64, moves: usize) -> [u64; 3] {
 #[test]
 fn t2_03_random_walks() {
     let mut seen = [0; 3];
-    for seed in 0..150 {
+    for seed in 0..100 {
         let device = HostDevice::builder().seed(seed).build().unwrap();
         for (all, one) in seen.iter_mut().zip(walk(device, seed, 200)) {
             *all += one;
@@ -458,7 +463,7 @@ fn t2_03_random_walks() {
     }
     let [warmups, recordings, replays] = seen;
     assert!(
-        warmups > 1000 && recordings > 1000 && replays > 300,
+        warmups > 300 && recordings > 1000 && replays > 1000,
         "{seen:?}: a walk that sees too little"
     );
 }

@@ -53,6 +53,8 @@ impl<D: Device> Inner<D> {
         self.order(&mut state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
         let held = state.hold(call.args);
+        // The closure may see the last handle go: the graph reads them when it is launched.
+        let _bound = state.functions[call.function].bound_inputs()?;
         let before: Vec<SmallVec<[u64; 2]>> =
             state.path.iter().map(|e| words(state.live_of(e))).collect();
         let (mut state, recorded) = self.capture(state, &mut call);

@@ -32,6 +32,8 @@ impl<D: Device> Inner<D> {
         let mut placed = self.place(&state, &call, &born)?;
         self.copy_in(&placed)?;
         let _held = state.hold(call.args);
+        // The closure may see the last handle go: what it enqueued reads them until it has been joined.
+        let _bound = state.functions[call.function].bound_inputs()?;
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(
             &mut call,
