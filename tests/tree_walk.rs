@@ -321,7 +321,7 @@ impl<D: Device> Walk<D> {
     fn move_once(&mut self) {
         match self.random.below(20) {
             0..=9 if self.depth < DEPTH => self.run(),
-            0..=9 | 10 => {
+            0..=10 => {
                 // The depth is reached: close the step, sometimes only one of several.
                 if !self.steps.is_empty() {
                     let index = self.random.below(self.steps.len());
