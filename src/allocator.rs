@@ -21,13 +21,14 @@ use crate::pool::{
     Allocation, Backing, Freed, Pool, PoolConfig, PoolError, PoolSnapshot, PoolStats, StreamId,
     Tag, Trimmed,
 };
-use crate::storage::{Source, Storage, StorageId, Tensor};
+use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::lock;
 use backing::PoolBacking;
 use routes::Routes;
 
 pub(crate) use routes::Born;
 
+pub(crate) use pools::Claim;
 pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
 pub use routes::RouteGuard;
 
@@ -54,9 +55,19 @@ struct Books<D: Device> {
     pools: SlotMap<PoolKey, Entry<D>>,
     default: PoolKey,
     routes: Routes<D>,
-    /// The captures underway: stream and serial.
-    captures: Vec<(u32, u64)>,
+    captures: Vec<Underway<D>>,
     next_pool: u32,
+}
+
+/// A capture underway.
+struct Underway<D: Device> {
+    stream: D::Stream,
+    id: u32,
+    serial: u64,
+    /// What was allocated for its stream.
+    made: Vec<(PoolKey, Allocation)>,
+    /// The private pools that it came from, each a use.
+    pools: Vec<PoolKey>,
 }
 
 /// One pool of the books.
@@ -65,6 +76,8 @@ struct Entry<D: Device> {
     pool: Pool<PoolBacking<D>>,
     /// Graphs, handles and captures that use it. At zero, `trim` may take its free segments.
     uses: usize,
+    /// A tree's pool: its memory goes from generation to generation, and so handles on it can go stale.
+    generations: bool,
 }
 
 /// A storage's way back to its pool.
@@ -101,13 +114,10 @@ impl<D: Device> Books<D> {
             && let Some(stream) = stream
         {
             let id = device.stream_id(stream);
-            let capture = self
-                .captures
-                .iter()
-                .find(|(s, _)| *s == id)
-                .map(|(_, serial)| *serial);
-            // A capture kills only what was born in it: what came from outside lives on until a run takes its place.
-            if capture.is_none() || capture == Some(born) {
+            let capture = self.captures.iter().find(|c| c.id == id);
+            // A capture kills only what was born in it: what came from outside lives on until a run takes its place. And what was born in
+            // a capture belongs to its graph, which may be launched on any stream: only a tree, which orders its runs, says when that dies.
+            if capture.map_or(0, |c| c.serial) == born {
                 device.mark(
                     stream,
                     DevicePtr(block.address()),
@@ -155,21 +165,21 @@ impl<D: Device> Shared<D> {
         StorageId(self.storages.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Allocates from a pool; where the device is out of memory and nothing captures, once more after a trim.
-    pub(crate) fn alloc_block(
+    /// Allocates from a pool, or from the one that the routes name (looked up under the same lock, so that it is there still);
+    /// where the device is out of memory and nothing captures, once more after a trim.
+    fn alloc_block(
         &self,
-        pool: PoolKey,
+        pool: Option<PoolKey>,
         stream: &D::Stream,
         bytes: u64,
         tag: Tag,
-    ) -> Result<(Allocation, u64)> {
+    ) -> Result<Handed<D>> {
         let mut books = lock(&self.books);
         let id = self.device.stream_id(stream);
-        let born = books
-            .captures
-            .iter()
-            .find(|(s, _)| *s == id)
-            .map_or(0, |(_, serial)| *serial);
+        let (pool, noted) = match pool {
+            Some(pool) => (pool, None),
+            None => books.routes.pool_for(id).unwrap_or((books.default, None)),
+        };
         let first = books.pools[pool].pool.alloc(StreamId(id), bytes, tag);
         let block = match first {
             Err(PoolError::OutOfMemory { .. }) if books.captures.is_empty() => {
@@ -179,15 +189,62 @@ impl<D: Device> Shared<D> {
             }
             other => other?,
         };
-        if !block.is_empty() {
-            self.device.mark(
-                stream,
-                DevicePtr(block.address()),
-                block.bytes(),
-                Mark::Live,
-            );
+        let mut born = 0;
+        let Books {
+            pools,
+            default,
+            captures,
+            ..
+        } = &mut *books;
+        if let Some(capture) = captures.iter_mut().find(|c| c.id == id) {
+            born = capture.serial;
+            capture.made.push((pool, block));
+            if pool != *default && !capture.pools.contains(&pool) {
+                capture.pools.push(pool);
+                pools[pool].uses += 1;
+            }
         }
-        Ok((block, born))
+        self.device.mark(
+            stream,
+            DevicePtr(block.address()),
+            block.bytes(),
+            Mark::Live,
+        );
+        Ok(Handed {
+            pool,
+            eternal: !pools[pool].generations,
+            block,
+            born,
+            noted,
+        })
+    }
+}
+
+/// A block that was handed out.
+struct Handed<D: Device> {
+    pool: PoolKey,
+    block: Allocation,
+    /// Serial of the capture it was born in; 0 if in none.
+    born: u64,
+    /// Its pool is no tree's: handles on it cannot go stale.
+    eternal: bool,
+    /// Where its storage is to be noted.
+    noted: Option<Born<D>>,
+}
+
+impl<D: Device> Drop for Shared<D> {
+    fn drop(&mut self) {
+        let books = self
+            .books
+            .get_mut()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let holds = |e: &Entry<D>| e.pool.stats().segments.current > 0;
+        // The pools give everything back now, and work in flight may still touch it.
+        if books.pools.values().any(holds)
+            && let Err(error) = self.device.synchronize_device()
+        {
+            tracing::warn!(%error, "the device could not be waited for before an allocator's memory is given back");
+        }
     }
 }
 
@@ -208,9 +265,10 @@ impl<D: Device> Allocator<D> {
         let mut pools = SlotMap::with_key();
         let pool = Pool::new(config, PoolBacking::device(device.clone()))?;
         let default = pools.insert(Entry {
-            id: PoolId(0),
+            id: PoolId::DEFAULT,
             pool,
             uses: 1,
+            generations: false,
         });
         let books = Books {
             pools,
@@ -242,19 +300,7 @@ impl<D: Device> Allocator<D> {
     /// [`PoolError::OutOfMemory`] carries the size and the pool's state; the pool is as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
-        let made_at = Location::caller();
-        let (pool, born) = {
-            let books = lock(&self.shared.books);
-            books
-                .routes
-                .pool_for(self.shared.device.stream_id(stream))
-                .unwrap_or((books.default, None))
-        };
-        let tensor = alloc_in(&self.shared, pool, stream, bytes, made_at)?;
-        if let Some(born) = born {
-            born.note(&tensor);
-        }
-        Ok(tensor)
+        alloc_in(&self.shared, None, stream, bytes, Location::caller())
     }
 
     /// A tensor over memory of the caller's own; `keeper` is dropped when the last handle is gone.
@@ -277,6 +323,15 @@ impl<D: Device> Allocator<D> {
     /// # Errors
     /// [`PoolError::InvalidConfig`] names the field.
     pub fn create_pool(&self, options: PoolOptions) -> Result<PoolHandle<D>> {
+        self.new_pool(options, false)
+    }
+
+    /// A new private pool; `generations` for a tree's.
+    pub(crate) fn new_pool(
+        &self,
+        options: PoolOptions,
+        generations: bool,
+    ) -> Result<PoolHandle<D>> {
         let backing = match options.backing {
             Some(custom) => PoolBacking::custom(custom),
             None => PoolBacking::device(self.shared.device.clone()),
@@ -285,7 +340,12 @@ impl<D: Device> Allocator<D> {
         let mut books = lock(&self.shared.books);
         let id = PoolId(books.next_pool);
         books.next_pool += 1;
-        let key = books.pools.insert(Entry { id, pool, uses: 1 });
+        let key = books.pools.insert(Entry {
+            id,
+            pool,
+            uses: 1,
+            generations,
+        });
         Ok(PoolHandle {
             shared: self.shared.clone(),
             key,
@@ -296,13 +356,13 @@ impl<D: Device> Allocator<D> {
     /// One more handle on a private pool that is in use.
     ///
     /// # Errors
-    /// [`Error::UnknownPool`]; [`Error::PoolReleased`] where its last user is gone.
+    /// [`Error::UnknownPool`], also for the default pool: it is trimmed whoever uses it, so no graph may capture into it; [`Error::PoolReleased`] where its last user is gone.
     pub fn pool(&self, id: PoolId) -> Result<PoolHandle<D>> {
         let mut books = lock(&self.shared.books);
         let (key, entry) = books
             .pools
             .iter_mut()
-            .find(|(_, e)| e.id == id)
+            .find(|(_, e)| e.id == id && id != PoolId::DEFAULT)
             .ok_or(Error::UnknownPool(id))?;
         if entry.uses == 0 {
             return Err(Error::PoolReleased(id));
@@ -409,45 +469,82 @@ impl<D: Device> Allocator<D> {
     /// Called before the driver's begin; [`leave_capture`](Allocator::leave_capture) after the driver's end: the notes enclose the window.
     pub(crate) fn enter_capture(&self, stream: &D::Stream) -> u64 {
         let serial = self.shared.captures.fetch_add(1, Ordering::Relaxed);
-        lock(&self.shared.books)
-            .captures
-            .push((self.shared.device.stream_id(stream), serial));
+        let underway = Underway {
+            stream: stream.clone(),
+            id: self.shared.device.stream_id(stream),
+            serial,
+            made: Vec::new(),
+            pools: Vec::new(),
+        };
+        lock(&self.shared.books).captures.push(underway);
         serial
     }
 
-    pub(crate) fn leave_capture(&self, serial: u64) {
-        lock(&self.shared.books)
-            .captures
-            .retain(|(_, s)| *s != serial);
+    /// Notes that the capture has ended, whatever came of it. The private pools that it allocated from, as uses: as long as a graph with their
+    /// addresses lives, they keep their memory.
+    ///
+    /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
+    /// allocations themselves are in the graph, or lost with it.
+    pub(crate) fn leave_capture(&self, serial: u64) -> Vec<PoolHandle<D>> {
+        let mut books = lock(&self.shared.books);
+        let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
+            return Vec::new();
+        };
+        let ended = books.captures.remove(at);
+        for (pool, block) in ended.made {
+            if books
+                .pools
+                .get(pool)
+                .is_some_and(|e| e.pool.contains(block))
+            {
+                let ptr = DevicePtr(block.address());
+                let device = &self.shared.device;
+                device.mark(&ended.stream, ptr, block.bytes(), Mark::Live);
+            }
+        }
+        let handle = |key: PoolKey| PoolHandle {
+            shared: self.shared.clone(),
+            key,
+            id: books.pools[key].id,
+        };
+        ended.pools.into_iter().map(handle).collect()
     }
 }
 
-/// Allocates a tensor from a pool.
+/// Allocates a tensor from a pool, or from the one that the routes name.
 pub(crate) fn alloc_in<D: Device>(
     shared: &Arc<Shared<D>>,
-    pool: PoolKey,
+    pool: Option<PoolKey>,
     stream: &D::Stream,
     bytes: u64,
-    made_at: &'static Location<'static>,
+    at: &'static Location<'static>,
 ) -> Result<Tensor<D>> {
     if bytes == 0 {
-        return Ok(Tensor::empty().remade_at(made_at));
+        return Ok(Tensor::empty().remade_at(at));
     }
     let id = shared.next_storage();
-    let (block, born) = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
+    let handed = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
     let memory = Memory {
         shared: shared.clone(),
-        pool,
+        pool: handed.pool,
     };
-    Ok(Tensor::first(Storage::owning(
+    let birth = Birth {
+        stream: stream.clone(),
+        capture: handed.born,
+        at,
+    };
+    let tensor = Tensor::first(Storage::owning(
         id,
-        block,
+        handed.block,
         bytes,
         memory,
-        stream.clone(),
-        born,
-        made_at,
-    )))
+        birth,
+        handed.eternal,
+    ));
+    if let Some(noted) = handed.noted {
+        noted.note(&tensor);
+    }
+    Ok(tensor)
 }
 
 impl<D: Device> Clone for Allocator<D> {

@@ -7,6 +7,8 @@
 //!
 //! A device handle is cheap to clone and may be used from any thread.
 
+#[cfg(feature = "cuda-any")]
+pub mod cuda;
 pub mod faulty;
 pub mod host;
 pub mod kernels;

@@ -158,6 +158,10 @@ pub enum Error {
     },
 
     /// The tree was shut down.
+    #[error("the tree was shut down: its graphs are gone; make a new one")]
+    ShutDown,
+
+    /// Pool and tree disagree about what is held: a defect of this crate, or memory of the pool freed behind its back.
     #[error("the pool and what the tree tracks of it differ: {0}")]
     Books(String),
 }

@@ -43,6 +43,8 @@ struct Captured<D: Device> {
     exec: D::Exec,
     info: GraphInfo,
     pool: PoolHandle<D>,
+    /// Other pools that were allocated from during the capture.
+    _others: Vec<PoolHandle<D>>,
 }
 
 impl<D: Device> Graph<D> {
@@ -208,7 +210,8 @@ impl<D: Device> Capture<'_, D> {
         let allocator = self.graph.allocator.clone();
         let device = allocator.device();
         let ended = device.end_capture(&self.stream);
-        allocator.leave_capture(window.serial);
+        let mut others = allocator.leave_capture(window.serial);
+        others.retain(|pool| pool.id() != window.pool.id());
         drop(window.route);
         let template = ended?;
         let info = device.graph_info(&template)?;
@@ -223,6 +226,7 @@ impl<D: Device> Capture<'_, D> {
             exec,
             info,
             pool: window.pool,
+            _others: others,
         });
         Ok(())
     }

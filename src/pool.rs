@@ -36,6 +36,7 @@ mod backing;
 mod block;
 mod books;
 mod checkpoint;
+mod claim;
 mod config;
 mod error;
 mod index;
@@ -219,10 +220,12 @@ impl<B: Backing> Pool<B> {
     #[inline]
     #[must_use]
     pub fn contains(&self, allocation: Allocation) -> bool {
-        !allocation.is_empty()
-            && allocation.pool == self.mark
-            && self.books.records.id_or_none(allocation.slot) == allocation.id
-            && self.books.records.get(allocation.slot).address == allocation.address
+        let block = self.books.records.find(allocation.slot);
+        allocation.pool == self.mark
+            && block.is_some_and(|block| {
+                block.id == allocation.id && block.address == allocation.address
+            })
+            && !allocation.is_empty()
     }
 
     /// Gives a live block another owner. A restore that keeps the block keeps the tag too. An empty allocation has no
@@ -237,7 +240,7 @@ impl<B: Backing> Pool<B> {
         if !self.contains(allocation) {
             return Err(PoolError::NotLive { allocation });
         }
-        self.books.records.set_tag(allocation.slot, tag.0);
+        self.books.records.edit(allocation.slot).tag = tag.0;
         self.retags += 1;
         Ok(())
     }

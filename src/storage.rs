@@ -10,6 +10,7 @@ mod word;
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -47,6 +48,19 @@ impl LiveMask {
         Arc::new(LiveMask {
             words: (0..bits.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
         })
+    }
+
+    /// Sets all bits of a mask of `bits`, none of which is set or being cleared.
+    pub(crate) fn set_all(&self, bits: usize) {
+        for (index, word) in self.words.iter().enumerate() {
+            let here = bits - index * 64;
+            let mask = if here >= 64 {
+                u64::MAX
+            } else {
+                (1 << here) - 1
+            };
+            word.store(mask, Ordering::Release);
+        }
     }
 
     pub(crate) fn set(&self, bit: u32) {
@@ -115,12 +129,26 @@ pub(crate) enum Source<D: Device> {
     Imported { _keeper: Box<dyn Any + Send + Sync> },
 }
 
+/// When and where a storage comes to be.
+pub(crate) struct Birth<D: Device> {
+    /// The stream it is for.
+    pub(crate) stream: D::Stream,
+    /// Serial of the capture underway on that stream, or 0.
+    pub(crate) capture: u64,
+    /// The call that asked for it.
+    pub(crate) at: &'static Location<'static>,
+}
+
 /// A place in device memory: address, length, identity. It never moves.
 pub(crate) struct Storage<D: Device> {
     id: StorageId,
     ptr: DevicePtr,
     bytes: u64,
+    /// Length of the block it has, or had, in the pool; `bytes` where it never had one.
+    extent: u64,
     word: Word,
+    /// It has one generation only: its handles cannot go stale.
+    eternal: bool,
     made_at: &'static Location<'static>,
     home: OnceLock<Home>,
     custody: Mutex<Custody<D>>,
@@ -128,31 +156,32 @@ pub(crate) struct Storage<D: Device> {
 }
 
 impl<D: Device> Storage<D> {
-    /// A storage that owns `block`, with one owner to come (the tensor that wraps it).
+    /// A storage that owns `block`, with one owner to come (the tensor that wraps it). `eternal` unless its pool is a tree's.
     pub(crate) fn owning(
         id: StorageId,
         block: Allocation,
         bytes: u64,
-        memory: Memory<D>,
-        stream: D::Stream,
-        born: u64,
-        made_at: &'static Location<'static>,
+        source: Memory<D>,
+        birth: Birth<D>,
+        eternal: bool,
     ) -> Arc<Self> {
         Arc::new(Storage {
             id,
             ptr: DevicePtr(block.address()),
             bytes,
+            extent: block.bytes(),
             word: Word::new(true, 1),
-            made_at,
+            eternal,
+            made_at: birth.at,
             home: OnceLock::new(),
             custody: Mutex::new(Custody {
                 block: Some(block),
-                stream: Some(stream),
-                born,
+                stream: Some(birth.stream),
+                born: birth.capture,
                 watchers: Vec::new(),
                 taken: Default::default(),
             }),
-            source: Source::Pool(memory),
+            source: Source::Pool(source),
         })
     }
 
@@ -168,7 +197,9 @@ impl<D: Device> Storage<D> {
             id,
             ptr,
             bytes,
+            extent: bytes,
             word: Word::new(false, 1),
+            eternal: true,
             made_at,
             home: OnceLock::new(),
             custody: Mutex::new(Custody {
@@ -180,6 +211,15 @@ impl<D: Device> Storage<D> {
             }),
             source,
         })
+    }
+
+    /// The addresses that its block takes in the pool.
+    pub(crate) fn range(&self) -> Range<u64> {
+        self.ptr.0..self.ptr.0 + self.extent
+    }
+
+    pub(crate) fn is_eternal(&self) -> bool {
+        self.eternal
     }
 
     pub(crate) fn id(&self) -> StorageId {
@@ -283,15 +323,11 @@ impl<D: Device> Storage<D> {
         }
     }
 
-    /// Hands the storage out anew: a next generation with `owners` handles, owning no block. The stamp of those handles.
+    /// Hands the storage out anew: a next generation with `owners` handles, owning no block.
     ///
-    /// The caller has seen to it that nobody holds the last generation.
-    pub(crate) fn hand_out(&self, owners: u64) -> u64 {
-        let stamp = self.word.hand_out(owners);
-        if let Some(home) = self.home.get() {
-            home.live.set(home.bit);
-        }
-        stamp
+    /// The caller has seen to it that nobody holds the last generation, and sets the node's bits once all its storages are handed out.
+    pub(crate) fn hand_out(&self, owners: u64) {
+        self.word.hand_out(owners);
     }
 
     /// Ends its generation: handles on it are stale from here on, and its block, if it owns one, is free.
@@ -309,6 +345,11 @@ impl<D: Device> Storage<D> {
                 self.give_back(watched);
             }
         }
+    }
+
+    /// The stream that its memory is used on again once it is free.
+    pub(crate) fn freed_on(&self) -> Option<D::Stream> {
+        lock(&self.custody).stream.clone()
     }
 
     /// The block it owns now.
@@ -341,16 +382,17 @@ impl<D: Device> Storage<D> {
         Some(stamp)
     }
 
-    /// From now on its death is ordered on `stream`.
+    /// From now on its death is ordered on `stream`, as that of any eager storage.
     pub(crate) fn hand_over(&self, stream: &D::Stream) {
         let mut custody = lock(&self.custody);
+        custody.born = 0;
         if custody.stream.as_ref() != Some(stream) {
             custody.stream = Some(stream.clone());
         }
     }
 
-    /// Its death is not told to the device: its memory is somebody else's by then. So it is with what was born in a capture that came to nothing,
-    /// and with an input that a replayed graph overwrites.
+    /// Its death is not told to the device: a graph that was launched before has written over it, and its memory is somebody else's by then; or it is
+    /// in use on several streams.
     pub(crate) fn hush(&self) {
         if self.word.owning() {
             lock(&self.custody).stream = None;

@@ -1,7 +1,7 @@
 //! Graph trees: functions that are warmed up, recorded and replayed over one shared pool. What a compiler backend embeds.
 //!
 //! [`GraphTrees`] is the face; the verbs are files in the folder of the same name: [`warmup`], [`record`], [`replay`], and
-//! [`admit`], which decides between them. One mutex guards a tree's state. It is never held while a closure runs: the
+//! [`mod@admit`], which decides between them. One mutex guards a tree's state. It is never held while a closure runs: the
 //! tree is then marked busy, a nested run is an error, and another thread's run waits.
 
 mod admit;
@@ -25,10 +25,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 use slotmap::SlotMap;
+use smallvec::SmallVec;
 
 use crate::allocator::{Allocator, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::pool::Checkpoint;
+use crate::storage::Storage;
 use crate::sync::lock;
 use admit::admit;
 use call::{Call, inputs_error};
@@ -65,6 +68,8 @@ pub struct GraphTrees<D: Device> {
 struct Inner<D: Device> {
     allocator: Allocator<D>,
     pool: PoolHandle<D>,
+    /// The pool without any block.
+    empty: Checkpoint,
     /// Where warmups and recordings run.
     stream: D::Stream,
     /// Orders one stream after another; re-recorded each time.
@@ -83,14 +88,18 @@ struct State<D: Device> {
     /// In order of creation.
     roots: Vec<NodeKey>,
     path: Vec<Entry<D>>,
+    /// Runs of earlier paths of which a living generation still holds something: the path keeps out of their way.
+    carried: Vec<Entry<D>>,
     /// The pool's books say what is held of the path. Not so after a replay.
     books_exact: bool,
     /// How many dropped tokens the path knows of.
     seen_ended: u64,
+    /// It was shut down.
+    down: bool,
     /// Whose closure is running.
     busy: Option<ThreadId>,
-    /// The stream of the last run.
-    order: Option<D::Stream>,
+    /// The streams that runs of the path were called on, and the last run before it.
+    streams: SmallVec<[D::Stream; 2]>,
     counts: Counts,
     /// Why the last capture that failed did.
     last_failure: Option<Error>,
@@ -113,14 +122,15 @@ impl<D: Device> GraphTrees<D> {
         let device = allocator.device();
         let stream = device.create_stream()?;
         let event = device.create_event()?;
-        let pool = allocator.create_pool(options)?;
+        let pool = allocator.new_pool(options, true)?;
         Ok(GraphTrees {
             inner: Arc::new(Inner {
                 allocator: allocator.clone(),
+                empty: pool.checkpoint_blocks(),
                 pool,
                 stream,
                 event,
-                generations: Arc::new(Generations::default()),
+                generations: Generations::new(),
                 owner: Arc::new(()),
                 state: Mutex::new(State::new()),
                 idle: Condvar::new(),
@@ -193,6 +203,9 @@ impl<D: Device> GraphTrees<D> {
             storage.watch(&bound_died);
         }
         let mut state = lock(&self.inner.state);
+        if state.down {
+            return Err(Error::ShutDown);
+        }
         let number = u32::try_from(state.functions.len()).unwrap_or(u32::MAX);
         let function = FunctionState {
             number,
@@ -210,6 +223,27 @@ impl<D: Device> GraphTrees<D> {
             name,
             owner: self.inner.owner.clone(),
         })
+    }
+
+    /// Ends the tree in order: waits for the work in flight, lets what is held own its memory, and drops every graph and function. Every later run is
+    /// [`Error::ShutDown`]; handles stay readable, and dropping them does nothing but free their memory. May be called again.
+    ///
+    /// # Errors
+    /// [`Error::Nested`] from inside a function; the device's, with the graphs dropped all the same.
+    pub fn shutdown(&self) -> Result<()> {
+        let mut state = self.inner.enter(&"shutdown".into())?;
+        state.down = true;
+        let ended = self.inner.end(&mut state);
+        let device = self.inner.allocator.device();
+        let waited = state
+            .streams
+            .iter()
+            .chain([&self.inner.stream])
+            .try_for_each(|stream| device.synchronize(stream));
+        let counts = state.counts;
+        *state = State::new();
+        (state.down, state.counts) = (true, counts);
+        ended.and(waited.map_err(Error::from))
     }
 
     /// Opens a generation: a step of the program. See [`Step`] for what its token protects.
@@ -299,19 +333,24 @@ impl<D: Device> Inner<D> {
         if !Arc::ptr_eq(&step.generations, &self.generations) {
             return Err(Error::ForeignHandle { what: "step" });
         }
-        let mut state = self.enter(function)?;
+        let mut state = self.enter(&function.name)?;
+        if state.down {
+            return Err(Error::ShutDown);
+        }
         let ended = self.generations.ended();
         if ended != state.seen_ended {
             state.retire(&self.generations, ended, &function.name, at);
         }
         state.functions[function.key].check_bound()?;
+        let mut gives = false;
         for arg in &*args {
             if let Some(tensor) = arg.tensor() {
                 tensor.check()?;
             }
+            gives |= arg.is_given();
         }
         let variant = state.functions[function.key].variant_or_new(key);
-        let choice = state.choose(function.key, variant, args);
+        let choice = state.choose(function.key, variant, step.number(), args);
         let call = Call {
             function: function.key,
             variant,
@@ -322,19 +361,19 @@ impl<D: Device> Inner<D> {
             at,
         };
         match choice {
-            Choice::Replay(node) => self.replay(state, node, call, out),
+            Choice::Replay(node) => self.replay(state, node, call, gives, out),
             Choice::Record => self.record(state, call, out),
             Choice::Warmup => self.warmup(state, call, out),
         }
     }
 
     /// Takes the state, once no closure of another thread is running.
-    fn enter(&self, function: &Function) -> Result<MutexGuard<'_, State<D>>> {
+    fn enter(&self, function: &Arc<str>) -> Result<MutexGuard<'_, State<D>>> {
         let mut state = lock(&self.state);
         while let Some(thread) = state.busy {
             if thread == thread::current().id() {
                 return Err(Error::Nested {
-                    function: function.name.clone(),
+                    function: function.clone(),
                 });
             }
             state = self
@@ -368,21 +407,36 @@ impl<D: Device> State<D> {
             nodes: SlotMap::with_key(),
             roots: Vec::new(),
             path: Vec::new(),
+            carried: Vec::new(),
             books_exact: true,
             seen_ended: 0,
+            down: false,
             busy: None,
-            order: None,
+            streams: SmallVec::new(),
             counts: Counts::default(),
             last_failure: None,
         }
     }
 
-    /// What to do with a call, and where on the path: runs at its end of which nothing is held may be forgotten here.
-    fn choose(&mut self, function: FunctionKey, variant: usize, args: &[Arg<'_, D>]) -> Choice {
+    /// What to do with a call, and where on the path: runs at the path's end of which nothing is held may be forgotten here, and a path of which
+    /// only other generations hold something may be carried along.
+    fn choose(
+        &mut self,
+        function: FunctionKey,
+        variant: usize,
+        generation: u64,
+        args: &[Arg<'_, D>],
+    ) -> Choice {
+        self.drop_carried();
         while self.tip_is_exact() && self.tip_is_dead() {
             self.cut_tip();
         }
-        if self.tip_is_warm() || !self.functions[function].variants[variant].warm {
+        let warm = self.functions[function].variants[variant].warm;
+        if self.tip_is_warm() && warm && self.tip_is_before(generation) {
+            // Only warmups follow a warmup; but this is another generation, which need not wait until the warmup's outputs are let go.
+            self.carry_path();
+        }
+        if self.tip_is_warm() || !warm {
             return Choice::Warmup;
         }
         loop {
@@ -390,10 +444,20 @@ impl<D: Device> State<D> {
                 return Choice::Replay(node);
             }
             if !self.tip_is_dead() {
-                return Choice::Record;
+                break;
             }
             self.cut_tip();
         }
+        if self.tip_is_before(generation)
+            && let Some(node) = self.admitted_apart(function, variant, args)
+        {
+            self.carry_path();
+            return Choice::Replay(node);
+        }
+        if self.functions[function].variants[variant].pauses() {
+            return Choice::Warmup;
+        }
+        Choice::Record
     }
 
     /// The first recording of a variant below the tip that may be replayed.
@@ -403,12 +467,8 @@ impl<D: Device> State<D> {
         variant: usize,
         args: &[Arg<'_, D>],
     ) -> Option<NodeKey> {
-        let fits = |key: &NodeKey| match admit(&self.nodes[*key], args, |s| self.on_path(s)) {
-            Ok(()) => true,
-            Err(mismatch) => {
-                tracing::debug!(node = self.nodes[*key].id.0, ?mismatch, "not replayed");
-                false
-            }
+        let fits = |key: &NodeKey| {
+            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_carried(*key)
         };
         match self.path.last() {
             None => self.functions[function].variants[variant]
@@ -427,24 +487,69 @@ impl<D: Device> State<D> {
             }
         }
     }
+
+    /// The first recording of a variant, wherever in the tree, that writes over nothing that is held: it may be replayed although the path is another.
+    fn admitted_apart(
+        &self,
+        function: FunctionKey,
+        variant: usize,
+        args: &[Arg<'_, D>],
+    ) -> Option<NodeKey> {
+        let mut all: Vec<NodeKey> = self
+            .nodes
+            .iter()
+            .filter(|(_, node)| node.variant == (function, variant))
+            .map(|(key, _)| key)
+            .collect();
+        all.sort_by_key(|key| self.nodes[*key].id);
+        all.into_iter().find(|key| {
+            let node = &self.nodes[*key];
+            // The path would be carried along, and so its outputs are copied in like others.
+            self.fits(*key, args, |_| false) && !self.all_held().any(|held| node.overwrites(held))
+        })
+    }
+
+    fn fits(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        on_path: impl Fn(&Storage<D>) -> bool,
+    ) -> bool {
+        match admit(&self.nodes[key], args, on_path) {
+            Ok(()) => true,
+            Err(mismatch) => {
+                tracing::debug!(node = self.nodes[key].id.0, ?mismatch, "not replayed");
+                false
+            }
+        }
+    }
+
+    fn overwrites_carried(&self, key: NodeKey) -> bool {
+        let node = &self.nodes[key];
+        self.carried
+            .iter()
+            .flat_map(|entry| self.held(entry))
+            .any(|held| node.overwrites(held))
+    }
 }
 
-impl<D: Device> Call<'_, '_, D> {
-    /// Drops what was given.
-    fn give_up(&mut self) {
-        for arg in &mut *self.args {
-            drop(arg.take());
+impl<D: Device> Inner<D> {
+    /// Ends the tree: what is held owns its memory from here on, and outlives graphs and tree.
+    fn end(&self, state: &mut State<D>) -> Result<()> {
+        let Some(last) = state.streams.last().cloned() else {
+            return Ok(());
+        };
+        for used in state.streams.iter().filter(|used| **used != last) {
+            self.follow(used, &last)?;
         }
+        self.catch_up(state, &last)
     }
 }
 
 impl<D: Device> Drop for Inner<D> {
     fn drop(&mut self) {
-        // What is held outlives the tree: it owns its memory from here on.
         let mut state = std::mem::replace(&mut *lock(&self.state), State::new());
-        if let Some(stream) = state.order.clone()
-            && let Err(error) = self.catch_up(&mut state, &stream)
-        {
+        if let Err(error) = self.end(&mut state) {
             tracing::error!(%error, "the pool's books could not catch up with what is held at the tree's end");
         }
     }

@@ -167,7 +167,7 @@ fn threads_that_clone_and_drop_what_others_run<D: Device>(rig: Rig<D>) {
                             Err(other) => panic!("{other}"),
                         }
                     }
-                    if turn % 7 == 0 {
+                    if turn.is_multiple_of(7) {
                         mine.clear();
                     }
                     std::thread::yield_now();

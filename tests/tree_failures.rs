@@ -715,16 +715,14 @@ fn a_capture_broken_by_the_closure_is_answered_eagerly<D: Device>(rig: Rig<D>) {
     pair([Warmup, Warmup], false);
     breaks.store(true, Ordering::Relaxed);
     pair([Record, Warmup], false);
-    pair([Replay, Warmup], false);
     pair([Replay, Warmup], true);
     let counts = rig.trees.counts();
-    assert_eq!((counts.failed_captures, counts.recordings), (3, 1));
-    assert!(
-        rig.trees.last_failure().unwrap().contains("Capture"),
-        "{:?}",
-        rig.trees.last_failure()
-    );
+    assert_eq!((counts.failed_captures, counts.recordings), (2, 1));
+    let text = rig.trees.last_failure().unwrap();
+    assert!(text.contains("Capture"), "{text}");
     breaks.store(false, Ordering::Relaxed);
+    // After two failures one call is answered eagerly without trying.
+    pair([Replay, Warmup], false);
     pair([Replay, Record], false);
     pair([Replay, Replay], false);
     drop(x);

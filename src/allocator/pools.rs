@@ -1,6 +1,7 @@
 //! Private pools as their users see them: handles that count as uses, statistics, checkpoints.
 
 use std::fmt;
+use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
@@ -18,6 +19,11 @@ use super::{CustomBacking, Memory, PoolKey, Shared, alloc_in, with_pool};
 /// A pool's number within its allocator, in order of creation; 0 is the default pool. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PoolId(pub u32);
+
+impl PoolId {
+    /// The default pool.
+    pub const DEFAULT: PoolId = PoolId(0);
+}
 
 impl fmt::Debug for PoolId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -53,7 +59,18 @@ pub struct PoolHandle<D: Device> {
 #[derive(Debug)]
 pub struct PoolCheckpoint {
     inner: Checkpoint,
+    /// By address.
     live: Vec<LiveBlock>,
+}
+
+/// Memory that is held although a checkpoint may not know it.
+pub(crate) struct Claim {
+    /// Its addresses.
+    pub(crate) range: Range<u64>,
+    /// Its owner.
+    pub(crate) tag: Tag,
+    /// The block that its owner has in the books, if it has one: a restore may keep it.
+    pub(crate) owned: Option<Allocation>,
 }
 
 /// What a restore did, in bytes and blocks.
@@ -88,7 +105,13 @@ impl<D: Device> PoolHandle<D> {
     /// [`PoolError::OutOfMemory`], with the pool as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
-        alloc_in(&self.shared, self.key, stream, bytes, Location::caller())
+        alloc_in(
+            &self.shared,
+            Some(self.key),
+            stream,
+            bytes,
+            Location::caller(),
+        )
     }
 
     /// Its statistics. A restore or a replay never changes peaks and totals.
@@ -146,17 +169,17 @@ impl<D: Device> PoolHandle<D> {
     /// Keeps the pool's state as it is now. Costs about a microsecond for ten thousand blocks, besides the list of owners.
     #[must_use]
     pub fn checkpoint(&self) -> PoolCheckpoint {
-        with_pool(&self.shared, self.key, |p| PoolCheckpoint {
-            inner: p.checkpoint(),
-            live: p.live(),
-        })
+        let (inner, mut live) = with_pool(&self.shared, self.key, |p| (p.checkpoint(), p.live()));
+        live.sort_unstable_by_key(|b| b.allocation.address());
+        PoolCheckpoint { inner, live }
     }
 
-    /// Brings the pool back to a kept state. Tensors in `adopt` become owners of the blocks at their addresses. Total and transactional.
+    /// Brings the pool back to a kept state. Tensors in `adopt` become the owners of the blocks at their addresses; a tensor that owned
+    /// such a block until now does not any more. Total and transactional.
     ///
     /// # Errors
-    /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage;
-    /// [`PoolError::AdoptedTwice`] for two tensors of one storage; [`Error::Stale`]. Nothing has changed then.
+    /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage, or the
+    /// storage is not this pool's; [`PoolError::AdoptedTwice`] for two tensors at one address; [`Error::Stale`](crate::Error::Stale). Nothing has changed then.
     pub fn restore(
         &self,
         stream: &D::Stream,
@@ -166,30 +189,42 @@ impl<D: Device> PoolHandle<D> {
     ) -> Result<PoolRestored> {
         let mut entries = Vec::with_capacity(adopt.len());
         let mut storages = Vec::with_capacity(adopt.len());
-        for tensor in adopt {
+        for (index, tensor) in adopt.iter().enumerate() {
             tensor.check()?;
             let absent = PoolError::AdoptNotInCheckpoint {
-                index: entries.len(),
+                index,
                 saved: Allocation::EMPTY,
             };
-            let Some(storage) = tensor.storage() else {
+            // The death of a storage of another pool, or of the caller's own memory, would not free the block.
+            let storage = tensor
+                .storage()
+                .filter(|s| s.memory().is_some_and(|m| m.in_pool(self)));
+            let Some(storage) = storage else {
                 return Err(absent.into());
             };
             let address = storage.ptr().0;
-            let Some(saved) = checkpoint
+            let at = checkpoint
                 .live
-                .iter()
-                .find(|b| b.allocation.address() == address)
-            else {
+                .binary_search_by_key(&address, |b| b.allocation.address());
+            let Ok(at) = at else {
                 return Err(absent.into());
             };
             entries.push(Adopt {
-                saved: saved.allocation,
+                saved: checkpoint.live[at].allocation,
                 tag: Tag(storage.id().0),
             });
             storages.push(storage);
         }
-        let restored = self.restore_blocks(stream, &checkpoint.inner, &entries, unclaimed)?;
+        refuse_twice(&entries)?;
+        // Blocks that are live all along under another owner: taken from it first, so that they get a name it does not know.
+        let taken: Vec<Allocation> = entries
+            .iter()
+            .zip(&storages)
+            .filter(|(entry, storage)| storage.block() != Some(entry.saved))
+            .map(|(entry, _)| entry.saved)
+            .collect();
+        let restored =
+            self.restore_taking(stream, &checkpoint.inner, &entries, &taken, unclaimed)?;
         for (storage, block) in storages.iter().zip(&restored.adopted) {
             if storage.block() != Some(*block) {
                 self.let_go(storage.adopt(*block, stream.clone()));
@@ -231,38 +266,52 @@ impl<D: Device> PoolHandle<D> {
         adopt: &[Adopt],
         unclaimed: Unclaimed,
     ) -> Result<Restored> {
+        self.restore_taking(stream, checkpoint, adopt, &[], unclaimed)
+    }
+
+    /// The same; those blocks of `taken` that are live are freed before. They are all adopted, by one tensor each.
+    fn restore_taking(
+        &self,
+        stream: &D::Stream,
+        checkpoint: &Checkpoint,
+        adopt: &[Adopt],
+        taken: &[Allocation],
+        unclaimed: Unclaimed,
+    ) -> Result<Restored> {
         let mut books = lock(&self.shared.books);
-        let restored = books.pools[self.key]
-            .pool
-            .restore(checkpoint, adopt, unclaimed)?;
-        // An orphan may lie where an adopted block lies (the same bytes under another id): those bytes have an owner.
-        let taken = |a: Allocation| {
-            restored.adopted.iter().any(|b| {
-                a.address() < b.address() + b.bytes() && b.address() < a.address() + a.bytes()
-            })
-        };
-        for block in restored
-            .orphaned
-            .iter()
-            .filter(|b| !taken(b.allocation))
-            .chain(&restored.freed)
-        {
-            self.shared.device.mark(
-                stream,
-                DevicePtr(block.allocation.address()),
-                block.allocation.bytes(),
-                Mark::Dead,
-            );
+        let pool = &mut books.pools[self.key].pool;
+        // Of another pool's checkpoint no block is live here, so a restore that is refused has freed none.
+        for block in taken {
+            if pool.contains(*block) {
+                pool.free(*block)?;
+            }
         }
-        for block in &restored.adopted {
-            self.shared.device.mark(
-                stream,
-                DevicePtr(block.address()),
-                block.bytes(),
-                Mark::Live,
-            );
-        }
+        let restored = pool.restore(checkpoint, adopt, unclaimed)?;
+        mark_restored(&self.shared.device, stream, &restored, &[]);
         Ok(restored)
+    }
+
+    /// Restores, and makes the ranges in `claim` live besides: memory that is held although the checkpoint does not know it. What nobody adopts is
+    /// free. The blocks adopted and claimed, in order.
+    pub(crate) fn restore_and_claim(
+        &self,
+        stream: &D::Stream,
+        checkpoint: &Checkpoint,
+        adopt: &[Adopt],
+        claim: &[Claim],
+    ) -> Result<(Vec<Allocation>, Vec<Allocation>)> {
+        let mut books = lock(&self.shared.books);
+        let pool = &mut books.pools[self.key].pool;
+        let restored = pool.restore(checkpoint, adopt, Unclaimed::Free)?;
+        let mut claimed = Vec::with_capacity(claim.len());
+        for Claim { range, tag, owned } in claim {
+            claimed.push(match owned {
+                Some(block) if pool.contains(*block) => *block,
+                _ => pool.claim(range.start, range.end - range.start, *tag)?,
+            });
+        }
+        mark_restored(&self.shared.device, stream, &restored, &claimed);
+        Ok((restored.adopted, claimed))
     }
 
     /// Gives back what a storage owned before it adopted another block: an orphan by now, so a no-op.
@@ -278,7 +327,7 @@ impl<D: Device> PoolHandle<D> {
         bytes: u64,
         made_at: &'static Location<'static>,
     ) -> Result<Tensor<D>> {
-        alloc_in(&self.shared, self.key, stream, bytes, made_at)
+        alloc_in(&self.shared, Some(self.key), stream, bytes, made_at)
     }
 
     fn memory(&self) -> Memory<D> {
@@ -287,6 +336,24 @@ impl<D: Device> PoolHandle<D> {
             pool: self.key,
         }
     }
+}
+
+/// Refuses two adopters of one block.
+fn refuse_twice(entries: &[Adopt]) -> Result<(), PoolError> {
+    let mut order: Vec<usize> = (0..entries.len()).collect();
+    order.sort_by_key(|i| entries[*i].saved.address());
+    for pair in order.windows(2) {
+        let (first, second) = (pair[0], pair[1]);
+        let saved = entries[first].saved;
+        if saved == entries[second].saved {
+            return Err(PoolError::AdoptedTwice {
+                first,
+                second,
+                saved,
+            });
+        }
+    }
+    Ok(())
 }
 
 impl<D: Device> Clone for PoolHandle<D> {
@@ -311,5 +378,45 @@ impl<D: Device> Drop for PoolHandle<D> {
 impl<D: Device> fmt::Debug for PoolHandle<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PoolHandle({})", self.id)
+    }
+}
+
+/// Tells the device what a restore made free. Where something that is held lies (the same bytes under another id, perhaps), it stays live.
+fn mark_restored<D: Device>(
+    device: &D,
+    stream: &D::Stream,
+    restored: &Restored,
+    claimed: &[Allocation],
+) {
+    let mut held: Vec<(u64, u64)> = restored
+        .adopted
+        .iter()
+        .chain(claimed)
+        .map(|b| (b.address(), b.address() + b.bytes()))
+        .collect();
+    held.sort_unstable();
+    let taken = |a: Allocation| {
+        let next = held.partition_point(|(_, end)| *end <= a.address());
+        held.get(next)
+            .is_some_and(|(start, _)| *start < a.address() + a.bytes())
+    };
+    for block in restored.orphaned.iter().chain(&restored.freed) {
+        let block = block.allocation;
+        if !taken(block) {
+            device.mark(
+                stream,
+                DevicePtr(block.address()),
+                block.bytes(),
+                Mark::Dead,
+            );
+        }
+    }
+    for block in &restored.adopted {
+        device.mark(
+            stream,
+            DevicePtr(block.address()),
+            block.bytes(),
+            Mark::Live,
+        );
     }
 }

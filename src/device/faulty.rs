@@ -157,6 +157,10 @@ impl<D: Device> Device for Faulty<D> {
         self.device.granularity()
     }
 
+    fn manage(&self, ptr: DevicePtr, bytes: u64) {
+        self.device.manage(ptr, bytes);
+    }
+
     fn mark(&self, stream: &D::Stream, ptr: DevicePtr, bytes: u64, mark: Mark) {
         self.device.mark(stream, ptr, bytes, mark);
     }

@@ -91,6 +91,7 @@ impl Books {
     }
 
     /// Makes an unused record a free block, and puts it into the index.
+    #[inline]
     fn add_free(&mut self, record: Record) -> u32 {
         let slot = self.state.unused;
         let slot = if slot != NIL {
@@ -135,17 +136,13 @@ impl Books {
 
     /// Adds a segment as one free block.
     pub fn add_segment(&mut self, segment: u32, list: u32, address: u64, size: u64) -> u32 {
-        let record = Record {
+        let slot = self.add_free(Record {
             address,
             size,
             segment,
             list,
-            prev: NIL,
-            next: NIL,
-            left: NIL,
-            right: NIL,
-        };
-        let slot = self.add_free(record);
+            ..Record::NONE
+        });
         self.state.heads.push(Head { segment, slot });
         slot
     }
@@ -178,65 +175,91 @@ impl Books {
         requested: u64,
     ) -> (u64, u64) {
         self.unindex(slot);
-        let whole = *self.records.get(slot);
-        let mut bytes = whole.size;
+        let record = self.records.edit_id(slot, id);
+        (record.tag, record.requested) = (tag, requested);
+        let (address, mut bytes) = (record.address, record.size);
         if split {
-            bytes = size;
+            let (segment, list, next) = (record.segment, record.list, record.next);
+            record.size = size;
             let rest = self.add_free(Record {
-                address: whole.address + size,
-                size: whole.size - size,
+                address: address + size,
+                size: bytes - size,
+                segment,
+                list,
                 prev: slot,
-                left: NIL,
-                right: NIL,
-                ..whole
+                next,
+                ..Record::NONE
             });
-            let record = self.records.edit(slot);
-            (record.size, record.next) = (size, rest);
-            if whole.next != NIL {
-                self.records.edit(whole.next).prev = rest;
+            self.records.edit(slot).next = rest;
+            if next != NIL {
+                self.records.edit(next).prev = rest;
             }
+            bytes = size;
         }
-        self.records.set_live(slot, id, tag, requested);
         self.state.live.blocks += 1;
         self.state.live.bytes += bytes;
         self.state.live.requested += requested;
-        (whole.address, bytes)
+        (address, bytes)
+    }
+
+    /// Parts a free block in two, of which the first has `front` bytes. Returns the second, which the caller makes live at once: no two
+    /// neighbours are free otherwise.
+    pub fn part(&mut self, slot: u32, front: u64) -> u32 {
+        self.unindex(slot);
+        let record = self.records.edit(slot);
+        let back = Record {
+            address: record.address + front,
+            size: record.size - front,
+            segment: record.segment,
+            list: record.list,
+            prev: slot,
+            next: record.next,
+            ..Record::NONE
+        };
+        record.size = front;
+        self.index(slot);
+        let second = self.add_free(back);
+        self.records.edit(slot).next = second;
+        if back.next != NIL {
+            self.records.edit(back.next).prev = second;
+        }
+        second
     }
 
     /// Makes a live block free, and one with the free blocks beside it. Returns address, length, and
     /// the bytes that had been asked for.
     #[inline]
     pub fn vacate(&mut self, slot: u32) -> (u64, u64, u64) {
-        let requested = self.records.set_free(slot);
-        let record = *self.records.get(slot);
+        let record = self.records.edit_id(slot, 0);
+        let (address, bytes, requested) = (record.address, record.size, record.requested);
+        let (prev, next) = (record.prev, record.next);
         self.state.live.blocks -= 1;
-        self.state.live.bytes -= record.size;
+        self.state.live.bytes -= bytes;
         self.state.live.requested -= requested;
 
-        let (mut first, mut size, mut next) = (slot, record.size, record.next);
-        if next != NIL && self.records.id(next) == 0 {
+        let (mut first, mut size, mut after) = (slot, bytes, next);
+        if next != NIL && self.records.get(next).id == 0 {
             self.unindex(next);
-            let after = *self.records.get(next);
-            size += after.size;
+            let gone = self.records.get(next);
+            size += gone.size;
+            after = gone.next;
             self.retire(next);
-            next = after.next;
         }
-        let prev = record.prev;
-        if prev != NIL && self.records.id(prev) == 0 {
+        if prev != NIL && self.records.get(prev).id == 0 {
             self.unindex(prev);
             size += self.records.get(prev).size;
             first = prev;
             self.retire(slot);
         }
-        if next != record.next || first != slot {
+        if size != bytes {
             let merged = self.records.edit(first);
-            (merged.size, merged.next) = (size, next);
-            if next != NIL {
-                self.records.edit(next).prev = first;
+            (merged.size, merged.next) = (size, after);
+            if after != NIL {
+                self.records.edit(after).prev = first;
             }
         }
         self.index(first);
-        (record.address, record.size, requested)
+        (address, bytes, requested)
     }
 
     /// Size of the largest free block.
@@ -263,7 +286,10 @@ impl Books {
 
     /// Whether the slot's block is free and covers `size` bytes.
     pub fn is_one_free_block(&self, head: Head, size: u64) -> bool {
-        self.records.id(head.slot) == 0 && self.records.get(head.slot).size == size
+        {
+            let record = self.records.get(head.slot);
+            record.id == 0 && record.size == size
+        }
     }
 
     /// The same in a saved state.
@@ -271,7 +297,7 @@ impl Books {
         let (entry, at) = super::pages::place(head.slot);
         self.records
             .saved_page(table, entry)
-            .is_some_and(|page| page.ids[at] == 0 && page.records[at].size == size)
+            .is_some_and(|(ids, records)| ids[at] == 0 && records[at].size == size)
     }
 }
 
@@ -294,7 +320,7 @@ mod tests {
                     (record.address, record.prev, record.segment),
                     (at, prev, number)
                 );
-                let free = books.records.id(slot) == 0;
+                let free = books.records.get(slot).id == 0;
                 assert!(!(free && free_before), "two free neighbours");
                 if free {
                     let found = books.best_fit(record.list as usize, record.size);
@@ -304,7 +330,7 @@ mod tests {
                 } else {
                     live.blocks += 1;
                     live.bytes += record.size;
-                    live.requested += books.records.owner(slot).1;
+                    live.requested += books.records.get(slot).requested;
                 }
                 (at, prev, free_before) = (at + record.size, slot, free);
             }
@@ -313,7 +339,7 @@ mod tests {
         let mut unused = books.state.unused;
         while unused != NIL {
             assert!(!std::mem::replace(&mut seen[unused as usize], true));
-            assert_eq!(books.records.id(unused), 0);
+            assert_eq!(books.records.get(unused).id, 0);
             unused = books.records.get(unused).next;
         }
         assert!(

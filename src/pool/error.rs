@@ -59,6 +59,17 @@ pub enum PoolError {
         saved: Allocation,
     },
 
+    /// The range to claim is not free memory of the pool.
+    #[error(
+        "{bytes} B at {address:#x} cannot be claimed: the range is not free, not in the pool, or not made of smallest blocks"
+    )]
+    Occupied {
+        /// Where the range begins.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+    },
+
     /// The configuration contradicts itself.
     #[error("invalid pool configuration: {field} = {value}: {rule}")]
     InvalidConfig {

@@ -6,8 +6,6 @@
 //! are a hash of the place. So neither its shape nor an answer depends on history, and a bin of equal blocks
 //! costs a logarithm. Nothing is allocated.
 
-use std::cmp::Ordering;
-
 use super::pages::{NIL, Records};
 
 /// Bins of an octave, as a power of two: most bins hold a block or two.
@@ -28,13 +26,8 @@ pub(super) struct FreeList {
     roots: [[u32; PARTS]; OCTAVES],
 }
 
-/// A place that holds a link of a treap.
-#[derive(Clone, Copy)]
-enum Link {
-    Root,
-    Left(u32),
-    Right(u32),
-}
+/// A place that holds a link of a treap: a side of a record, or the root of the bin ([`NIL`]).
+type Link = (u32, usize);
 
 /// The bin of a size in units of the pool's smallest block.
 #[inline]
@@ -54,18 +47,19 @@ fn key(records: &Records, slot: u32) -> (u64, u32, u64) {
     (record.size, record.segment, record.address)
 }
 
-/// The order of the index.
+/// Whether a key comes before another; without a branch, since no processor could guess it.
 #[inline]
-fn order(a: (u64, u32, u64), b: (u64, u32, u64)) -> Ordering {
-    a.cmp(&b)
+fn before(a: (u64, u32, u64), b: (u64, u32, u64)) -> bool {
+    (a.0 < b.0) | ((a.0 == b.0) & ((a.1 < b.1) | ((a.1 == b.1) & (a.2 < b.2))))
 }
 
 /// How high a free block stands in its treap: a hash of its place, and the place itself where hashes agree.
 #[inline]
-fn height(records: &Records, slot: u32) -> (u64, u64) {
+fn height(records: &Records, slot: u32) -> u128 {
     let address = records.get(slot).address;
     let product = u128::from(address ^ 0xD6E8_FEB8_6659_FD93) * 0x9E37_79B9_7F4A_7C15;
-    ((product ^ (product >> 64)) as u64, address)
+    let hash = (product ^ (product >> 64)) as u64;
+    u128::from(hash) << 64 | u128::from(address)
 }
 
 impl FreeList {
@@ -89,85 +83,91 @@ impl FreeList {
 
     /// Writes a link.
     #[inline]
-    fn set(&mut self, records: &mut Records, at: (usize, usize), link: Link, to: u32) {
-        match link {
-            Link::Root => self.roots[at.0][at.1] = to,
-            Link::Left(slot) => records.edit(slot).left = to,
-            Link::Right(slot) => records.edit(slot).right = to,
+    fn set(&mut self, records: &mut Records, at: (usize, usize), (slot, side): Link, to: u32) {
+        match slot {
+            NIL => self.roots[at.0][at.1] = to,
+            _ => records.edit(slot).below[side] = to,
         }
     }
 
     /// Puts a free block in. `units` is its size in smallest blocks. O(log n) of the blocks in its bin.
+    #[inline]
     pub fn insert(&mut self, records: &mut Records, slot: u32, units: u64) {
         let at = bin(units);
-        let mut below = self.roots[at.0][at.1];
-        if below == NIL {
-            self.roots[at.0][at.1] = slot;
-            self.bins[at.0] |= 1 << at.1;
-            self.octaves |= 1 << at.0;
-            let record = records.edit(slot);
-            (record.left, record.right) = (NIL, NIL);
-            return;
+        let root = &mut self.roots[at.0][at.1];
+        if *root != NIL {
+            return self.insert_below(records, slot, at);
         }
+        *root = slot;
+        self.bins[at.0] |= 1 << at.1;
+        self.octaves |= 1 << at.0;
+        records.edit(slot).below = [NIL; 2];
+    }
+
+    /// Puts a free block into a bin that is not empty.
+    fn insert_below(&mut self, records: &mut Records, slot: u32, at: (usize, usize)) {
+        let mut below = self.roots[at.0][at.1];
         let (mine, high) = (key(records, slot), height(records, slot));
-        let mut link = Link::Root;
+        let mut link = (NIL, 0);
         while below != NIL && height(records, below) > high {
-            (link, below) = match order(mine, key(records, below)) {
-                Ordering::Less => (Link::Left(below), records.get(below).left),
-                _ => (Link::Right(below), records.get(below).right),
-            };
+            let side = usize::from(before(key(records, below), mine));
+            (link, below) = ((below, side), records.get(below).below[side]);
         }
         self.set(records, at, link, slot);
-        // What stood there is parted by the key into the two sides.
-        let (mut left, mut right) = (Link::Left(slot), Link::Right(slot));
+        // What stood there is parted by the key into the two sides; `holes` are where the next of each goes.
+        let mut holes = [(slot, 0), (slot, 1)];
         while below != NIL {
-            if order(key(records, below), mine) == Ordering::Less {
-                self.set(records, at, left, below);
-                (left, below) = (Link::Right(below), records.get(below).right);
-            } else {
-                self.set(records, at, right, below);
-                (right, below) = (Link::Left(below), records.get(below).left);
-            }
+            let side = usize::from(before(mine, key(records, below)));
+            let (hole, inner) = (holes[side], 1 - side);
+            records.edit(hole.0).below[hole.1] = below;
+            holes[side] = (below, inner);
+            below = records.get(below).below[inner];
         }
-        self.set(records, at, left, NIL);
-        self.set(records, at, right, NIL);
+        for hole in holes {
+            records.edit(hole.0).below[hole.1] = NIL;
+        }
     }
 
     /// Takes a block out that is in. O(log n) of the blocks in its bin.
+    #[inline]
     pub fn remove(&mut self, records: &mut Records, slot: u32, units: u64) {
         let at = bin(units);
-        let mut link = Link::Root;
+        let record = records.get(slot);
+        let root = &mut self.roots[at.0][at.1];
+        if *root != slot || record.below != [NIL; 2] {
+            return self.remove_from(records, slot, at);
+        }
+        *root = NIL;
+        self.bins[at.0] &= !(1 << at.1);
+        if self.bins[at.0] == 0 {
+            self.octaves &= !(1 << at.0);
+        }
+    }
+
+    /// Takes a block out of a bin in which there are others.
+    fn remove_from(&mut self, records: &mut Records, slot: u32, at: (usize, usize)) {
+        let mut link = (NIL, 0);
         let mut here = self.roots[at.0][at.1];
-        if here != slot {
-            let mine = key(records, slot);
-            while here != slot {
-                debug_assert!(here != NIL, "a free block is in the index");
-                if here == NIL {
-                    return;
-                }
-                (link, here) = match order(mine, key(records, here)) {
-                    Ordering::Less => (Link::Left(here), records.get(here).left),
-                    _ => (Link::Right(here), records.get(here).right),
-                };
+        let mine = key(records, slot);
+        while here != slot {
+            debug_assert!(here != NIL, "a free block is in the index");
+            if here == NIL {
+                return;
             }
+            let side = usize::from(before(key(records, here), mine));
+            (link, here) = ((here, side), records.get(here).below[side]);
         }
-        let (mut a, mut b) = (records.get(slot).left, records.get(slot).right);
-        while a != NIL && b != NIL {
-            if height(records, a) > height(records, b) {
-                self.set(records, at, link, a);
-                (link, a) = (Link::Right(a), records.get(a).right);
-            } else {
-                self.set(records, at, link, b);
-                (link, b) = (Link::Left(b), records.get(b).left);
-            }
+        // The higher of the two below takes its place, and so on down.
+        let mut sides = records.get(slot).below;
+        while sides[0] != NIL && sides[1] != NIL {
+            let side = usize::from(height(records, sides[1]) > height(records, sides[0]));
+            let (higher, inner) = (sides[side], 1 - side);
+            self.set(records, at, link, higher);
+            link = (higher, inner);
+            sides[side] = records.get(higher).below[inner];
         }
-        self.set(records, at, link, if a == NIL { b } else { a });
-        if self.roots[at.0][at.1] == NIL {
-            self.bins[at.0] &= !(1 << at.1);
-            if self.bins[at.0] == 0 {
-                self.octaves &= !(1 << at.0);
-            }
-        }
+        let rest = if sides[0] == NIL { sides[1] } else { sides[0] };
+        self.set(records, at, link, rest);
     }
 
     /// The first block in order of at least `size` bytes (`units` smallest blocks).
@@ -178,9 +178,9 @@ impl FreeList {
         while here != NIL {
             let record = records.get(here);
             if record.size >= size {
-                (found, here) = (here, record.left);
+                (found, here) = (here, record.below[0]);
             } else {
-                here = record.right;
+                here = record.below[1];
             }
         }
         if found != NIL {
@@ -199,8 +199,8 @@ impl FreeList {
             (octave, self.bins[octave].trailing_zeros() as usize)
         };
         let mut first = self.roots[octave][part];
-        while records.get(first).left != NIL {
-            first = records.get(first).left;
+        while records.get(first).below[0] != NIL {
+            first = records.get(first).below[0];
         }
         Some(first)
     }
@@ -212,8 +212,8 @@ impl FreeList {
         };
         let part = self.bins[octave as usize].ilog2();
         let mut last = self.roots[octave as usize][part as usize];
-        while records.get(last).right != NIL {
-            last = records.get(last).right;
+        while records.get(last).below[1] != NIL {
+            last = records.get(last).below[1];
         }
         records.get(last).size
     }
@@ -276,17 +276,11 @@ mod tests {
         }
 
         /// The links of all treaps, in order of slots: their shape.
-        fn shape(&self) -> Vec<(u64, u32, u32)> {
+        fn shape(&self) -> Vec<(u64, [u32; 2])> {
             let mut shape: Vec<_> = self
                 .set
                 .iter()
-                .map(|found| {
-                    (
-                        found.2,
-                        self.records.get(found.3).left,
-                        self.records.get(found.3).right,
-                    )
-                })
+                .map(|found| (found.2, self.records.get(found.3).below))
                 .collect();
             shape.sort_unstable();
             shape
@@ -347,7 +341,7 @@ mod tests {
             if slot != NIL {
                 deepest = deepest.max(level);
                 let record = both.records.get(slot);
-                depth.extend([(record.left, level + 1), (record.right, level + 1)]);
+                depth.extend(record.below.map(|below| (below, level + 1)));
             }
         }
         assert!((14..60).contains(&deepest), "{deepest}");

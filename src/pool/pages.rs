@@ -12,13 +12,20 @@ pub(super) const NIL: u32 = u32::MAX;
 /// Set in an entry of the present table whose page no other table names.
 const OWNED: u32 = 1 << 31;
 
-/// One block, live or free; the columns `ids`, `tags` and `requested` of its page belong to it too.
+/// One block, live or free: a cache line.
 #[derive(Clone, Copy)]
+#[repr(align(64))]
 pub(super) struct Record {
+    /// Who it was handed out to; 0 if it is free, or the record unused.
+    pub id: u64,
     /// Where the block begins.
     pub address: u64,
     /// Its length in bytes.
     pub size: u64,
+    /// Live blocks: the owner.
+    pub tag: u64,
+    /// Live blocks: the bytes asked for.
+    pub requested: u64,
     /// Its segment's number.
     pub segment: u32,
     /// The free lists its segment belongs to.
@@ -27,51 +34,30 @@ pub(super) struct Record {
     pub prev: u32,
     /// The block after it in its segment; in an unused record, the next unused one.
     pub next: u32,
-    /// Free blocks: the smaller ones below it in its bin's treap.
-    pub left: u32,
-    /// Free blocks: the larger ones below it in its bin's treap.
-    pub right: u32,
+    /// Free blocks: the roots of the smaller and of the larger ones below it in its bin's treap.
+    pub below: [u32; 2],
 }
 
 impl Record {
-    const NONE: Record = Record {
+    /// An unused record.
+    pub const NONE: Record = Record {
+        id: 0,
         address: 0,
         size: 0,
+        tag: 0,
+        requested: 0,
         segment: 0,
         list: 0,
         prev: NIL,
         next: NIL,
-        left: NIL,
-        right: NIL,
+        below: [NIL; 2],
     };
 }
 
-/// The ids of a page's live blocks; 0 where a record is free or unused.
+/// The ids of a page's records once more, together: two states are compared by them.
 pub(super) type Ids = [u64; PAGE];
 /// What a slot beyond the end of a table holds.
 pub(super) const NO_IDS: Ids = [0; PAGE];
-
-/// A run of records, by column.
-#[derive(Clone, Copy)]
-pub(super) struct Page {
-    /// Ids, first and together: two states are compared by them.
-    pub ids: Ids,
-    /// Owners of live blocks.
-    pub tags: [u64; PAGE],
-    /// Bytes asked for, of live blocks.
-    pub requested: [u64; PAGE],
-    /// The blocks.
-    pub records: [Record; PAGE],
-}
-
-impl Page {
-    const EMPTY: Page = Page {
-        ids: NO_IDS,
-        tags: [0; PAGE],
-        requested: [0; PAGE],
-        records: [Record::NONE; PAGE],
-    };
-}
 
 /// Where a slot lies: the entry of the table, and the place on the page.
 #[inline]
@@ -82,8 +68,10 @@ pub(super) fn place(slot: u32) -> (usize, usize) {
 /// All pages, and the present table.
 #[derive(Default)]
 pub(super) struct Records {
-    /// The arena.
-    pages: Vec<Page>,
+    /// The arena: [`PAGE`] records for each page.
+    records: Vec<Record>,
+    /// For each page the ids of its records.
+    ids: Vec<Ids>,
     /// For each page the number of tables that name it.
     counts: Vec<u32>,
     /// Pages that no table names.
@@ -98,99 +86,62 @@ impl Records {
         self.table.len() * PAGE
     }
 
-    /// The page of a slot in the present table.
-    #[inline]
-    pub fn page(&self, slot: u32) -> (&Page, usize) {
-        let (entry, at) = place(slot);
-        (&self.pages[(self.table[entry] & !OWNED) as usize], at)
-    }
-
-    /// The page of a slot in the present table, to be changed.
-    #[inline]
-    fn page_mut(&mut self, slot: u32) -> (&mut Page, usize) {
-        let (entry, at) = place(slot);
-        let page = match self.table[entry] {
-            page if page & OWNED != 0 => page & !OWNED,
-            _ => self.own(entry),
-        };
-        (&mut self.pages[page as usize], at)
-    }
-
     /// The record of a slot.
     #[inline]
     pub fn get(&self, slot: u32) -> &Record {
-        let (page, at) = self.page(slot);
-        &page.records[at]
+        let (entry, at) = place(slot);
+        &self.records[(self.table[entry] & !OWNED) as usize * PAGE + at]
+    }
+
+    /// The record of a slot that may never have been made.
+    #[inline]
+    pub fn find(&self, slot: u32) -> Option<&Record> {
+        let (entry, at) = place(slot);
+        let page = self.table.get(entry)? & !OWNED;
+        self.records.get(page as usize * PAGE + at)
+    }
+
+    /// The page of an entry, which is the present table's alone from now on.
+    #[inline]
+    fn page_mut(&mut self, entry: usize) -> usize {
+        match self.table[entry] {
+            page if page & OWNED != 0 => (page & !OWNED) as usize,
+            _ => self.own(entry) as usize,
+        }
     }
 
     /// The record of a slot, to be changed.
     #[inline]
     pub fn edit(&mut self, slot: u32) -> &mut Record {
-        let (page, at) = self.page_mut(slot);
-        &mut page.records[at]
-    }
-
-    /// The id of a slot's block, 0 if it is not live.
-    #[inline]
-    pub fn id(&self, slot: u32) -> u64 {
-        let (page, at) = self.page(slot);
-        page.ids[at]
-    }
-
-    /// As [`Records::id`], for a slot that may never have been made.
-    #[inline]
-    pub fn id_or_none(&self, slot: u32) -> u64 {
         let (entry, at) = place(slot);
-        self.table
-            .get(entry)
-            .map_or(0, |page| self.pages[(page & !OWNED) as usize].ids[at])
+        let page = self.page_mut(entry);
+        &mut self.records[page * PAGE + at]
     }
 
-    /// Owner and requested bytes of a slot's live block.
-    pub fn owner(&self, slot: u32) -> (u64, u64) {
-        let (page, at) = self.page(slot);
-        (page.tags[at], page.requested[at])
-    }
-
-    /// Makes a slot's block live.
+    /// The record of a slot, to be changed, with another id.
     #[inline]
-    pub fn set_live(&mut self, slot: u32, id: u64, tag: u64, requested: u64) {
-        let (page, at) = self.page_mut(slot);
-        page.ids[at] = id;
-        page.tags[at] = tag;
-        page.requested[at] = requested;
-    }
-
-    /// Makes a slot's block not live; returns the bytes that had been asked for.
-    #[inline]
-    pub fn set_free(&mut self, slot: u32) -> u64 {
-        let (page, at) = self.page_mut(slot);
-        page.ids[at] = 0;
-        page.requested[at]
-    }
-
-    /// Gives a slot's live block another id.
-    pub fn set_id(&mut self, slot: u32, id: u64) {
-        let (page, at) = self.page_mut(slot);
-        page.ids[at] = id;
-    }
-
-    /// Gives a slot's live block another owner.
-    pub fn set_tag(&mut self, slot: u32, tag: u64) {
-        let (page, at) = self.page_mut(slot);
-        page.tags[at] = tag;
+    pub fn edit_id(&mut self, slot: u32, id: u64) -> &mut Record {
+        let (entry, at) = place(slot);
+        let page = self.page_mut(entry);
+        self.ids[page][at] = id;
+        let record = &mut self.records[page * PAGE + at];
+        record.id = id;
+        record
     }
 
     /// Adds a page of unused records to the present table.
     pub fn grow(&mut self) {
         let page = if let Some(page) = self.vacant.pop() {
-            self.pages[page as usize] = Page::EMPTY;
-            self.counts[page as usize] = 1;
+            let at = page as usize;
+            self.records[at * PAGE..(at + 1) * PAGE].fill(Record::NONE);
+            self.ids[at] = NO_IDS;
+            self.counts[at] = 1;
             page
         } else {
-            self.pages.push(Page::EMPTY);
+            self.records.resize(self.records.len() + PAGE, Record::NONE);
+            self.ids.push(NO_IDS);
             self.counts.push(1);
-            self.pages.len() as u32 - 1
+            self.counts.len() as u32 - 1
         };
         self.table.push(page | OWNED);
     }
@@ -212,14 +163,17 @@ impl Records {
     /// A page that no table names, with the contents of another; counted once.
     fn copy_of(&mut self, page: u32) -> u32 {
         let at = page as usize;
+        let records = at * PAGE..(at + 1) * PAGE;
         if let Some(copy) = self.vacant.pop() {
-            self.pages.copy_within(at..at + 1, copy as usize);
+            self.records.copy_within(records, copy as usize * PAGE);
+            self.ids.copy_within(at..at + 1, copy as usize);
             self.counts[copy as usize] = 1;
             return copy;
         }
-        self.pages.extend_from_within(at..at + 1);
+        self.records.extend_from_within(records);
+        self.ids.extend_from_within(at..at + 1);
         self.counts.push(1);
-        self.pages.len() as u32 - 1
+        self.counts.len() as u32 - 1
     }
 
     /// One table less names a page.
@@ -262,18 +216,27 @@ impl Records {
         }
     }
 
-    /// The page of an entry of a saved table.
+    /// The ids and records of an entry of a saved table.
     #[inline]
-    pub fn saved_page(&self, table: &[u32], entry: usize) -> Option<&Page> {
-        table.get(entry).map(|&page| &self.pages[page as usize])
+    pub fn saved_page(&self, table: &[u32], entry: usize) -> Option<(&Ids, &[Record])> {
+        table.get(entry).map(|&page| self.page(page as usize))
     }
 
-    /// The page of an entry of the present table.
+    /// The ids and records of an entry of the present table.
     #[inline]
-    pub fn present_page(&self, entry: usize) -> Option<&Page> {
+    pub fn present_page(&self, entry: usize) -> Option<(&Ids, &[Record])> {
         self.table
             .get(entry)
-            .map(|&page| &self.pages[(page & !OWNED) as usize])
+            .map(|&page| self.page((page & !OWNED) as usize))
+    }
+
+    /// The ids and records of a page.
+    #[inline]
+    fn page(&self, page: usize) -> (&Ids, &[Record]) {
+        (
+            &self.ids[page],
+            &self.records[page * PAGE..(page + 1) * PAGE],
+        )
     }
 
     /// Entries in which the present table and a saved one name different pages.
@@ -290,7 +253,7 @@ mod tests {
 
     /// Every page is counted once for each table that names it, and vacant if none does.
     fn check_counts(records: &Records, saved: &[&Vec<u32>]) {
-        let mut counts = vec![0; records.pages.len()];
+        let mut counts = vec![0; records.counts.len()];
         for entry in &records.table {
             counts[(entry & !OWNED) as usize] += 1;
         }
@@ -311,30 +274,30 @@ mod tests {
         let mut records = Records::default();
         records.grow();
         records.grow();
-        records.set_live(3, 30, 0, 0);
-        assert_eq!(records.pages.len(), 2);
+        records.edit_id(3, 30);
+        assert_eq!(records.counts.len(), 2);
 
         let (mut first, mut second) = (Vec::new(), Vec::new());
         records.save(&mut first);
         records.save(&mut second);
         check_counts(&records, &[&first, &second]);
-        records.set_live(3, 31, 0, 0);
-        records.set_live(4, 40, 0, 0);
-        assert_eq!(records.pages.len(), 3, "one page was copied, once");
+        records.edit_id(3, 31);
+        records.edit_id(4, 40);
+        assert_eq!(records.counts.len(), 3, "one page was copied, once");
         check_counts(&records, &[&first, &second]);
         assert_eq!(records.differing(&first).collect::<Vec<_>>(), [0]);
 
         records.load(&first);
         check_counts(&records, &[&first, &second]);
-        assert_eq!((records.id(3), records.id(4)), (30, 0));
+        assert_eq!((records.get(3).id, records.get(4).id), (30, 0));
         assert_eq!(records.differing(&first).count(), 0);
 
         records.forget(&mut first);
         records.forget(&mut second);
         check_counts(&records, &[]);
-        records.set_live(3, 32, 0, 0);
+        records.edit_id(3, 32);
         assert_eq!(
-            records.pages.len(),
+            records.counts.len(),
             3,
             "the page is the present table's alone again: no copy"
         );
@@ -347,11 +310,11 @@ mod tests {
         let mut table = Vec::new();
         records.save(&mut table);
         records.grow();
-        records.set_live(0, 1, 2, 3);
+        records.edit_id(0, 1).tag = 2;
         records.load(&table);
-        assert_eq!((records.capacity(), records.id_or_none(0)), (0, 0));
+        assert_eq!((records.capacity(), records.find(0).is_none()), (0, true));
         records.grow();
-        assert_eq!((records.id(0), records.owner(0)), (0, (0, 0)));
+        assert_eq!((records.get(0).id, records.get(0).tag), (0, 0));
         check_counts(&records, &[&table]);
     }
 }

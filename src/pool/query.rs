@@ -103,8 +103,8 @@ impl<B: Backing> Pool<B> {
 
     /// The slot's block, if it is live.
     fn block(&self, slot: u32) -> Option<LiveBlock> {
-        let (page, at) = self.books.records.page(slot);
-        (page.ids[at] != 0).then(|| live_block(&self.segments, page, at, slot, self.mark))
+        let record = self.books.records.get(slot);
+        (record.id != 0).then(|| live_block(&self.segments, record, slot, self.mark))
     }
 
     /// All live blocks, by segment and offset. O(blocks).

@@ -1,7 +1,7 @@
 //! Back to a checkpoint. Everything is checked before anything is changed; then nothing can fail.
 
 use super::books::Books;
-use super::pages::{NO_IDS, PAGE, Page, place};
+use super::pages::{NO_IDS, PAGE, Record, place};
 use super::segment::Segments;
 use super::{Allocation, Backing, Checkpoint, LiveBlock, Pool, PoolError, SegmentId, Tag};
 
@@ -127,7 +127,7 @@ impl<B: Backing> Pool<B> {
             .lists
             .resize(self.lists, super::index::FreeList::EMPTY);
         for (slot, tag) in scratch.tags.drain(..) {
-            books.records.set_tag(slot, tag);
+            books.records.edit(slot).tag = tag;
         }
         if saved.epoch != segments.epoch {
             match_segments(books, segments);
@@ -138,15 +138,15 @@ impl<B: Backing> Pool<B> {
             }
             scratch.adopter[now.slot as usize] = 0;
             if now.id != entry.saved.id {
-                books.records.set_id(now.slot, now.id);
+                books.records.edit_id(now.slot, now.id);
             }
-            if books.records.owner(now.slot).0 != entry.tag.0 {
-                books.records.set_tag(now.slot, entry.tag.0);
+            if books.records.get(now.slot).tag != entry.tag.0 {
+                books.records.edit(now.slot).tag = entry.tag.0;
                 self.retags += 1;
             }
         }
         for now in &out.unclaimed {
-            books.records.set_id(now.slot, now.id);
+            books.records.edit_id(now.slot, now.id);
         }
         for block in &out.freed {
             books.vacate(block.allocation.slot);
@@ -176,8 +176,8 @@ impl<B: Backing> Pool<B> {
                     .books
                     .records
                     .saved_page(&saved.table, entry)
-                    .is_some_and(|page| {
-                        page.ids[at] == block.id && page.records[at].address == block.address
+                    .is_some_and(|(ids, records)| {
+                        ids[at] == block.id && records[at].address == block.address
                     });
             if !was_live {
                 return Err(PoolError::AdoptNotInCheckpoint {
@@ -202,7 +202,12 @@ impl<B: Backing> Pool<B> {
     /// Writes the names that adopted blocks will have.
     fn name_adopted(&mut self, adopt: &[Adopt], out: &mut Restored) {
         for Adopt { saved, .. } in adopt {
-            let kept = saved.is_empty() || self.books.records.id_or_none(saved.slot) == saved.id;
+            let kept = saved.is_empty()
+                || self
+                    .books
+                    .records
+                    .find(saved.slot)
+                    .is_some_and(|now| now.id == saved.id);
             let id = if kept { saved.id } else { self.next_id() };
             out.adopted.push(Allocation { id, ..*saved });
         }
@@ -229,8 +234,8 @@ impl<B: Backing> Pool<B> {
                 records.present_page(entry),
                 records.saved_page(&saved.table, entry),
             );
-            let now_ids = now.map_or(&NO_IDS, |page| &page.ids);
-            let then_ids = then.map_or(&NO_IDS, |page| &page.ids);
+            let now_ids = now.map_or(&NO_IDS, |page| page.0);
+            let then_ids = then.map_or(&NO_IDS, |page| page.0);
             if now_ids == then_ids && !retagged {
                 continue;
             }
@@ -238,23 +243,23 @@ impl<B: Backing> Pool<B> {
                 let slot = (entry * PAGE + at) as u32;
                 if now_ids[at] == then_ids[at] {
                     if let (true, Some(now), Some(then)) = (retagged && now_ids[at] != 0, now, then)
-                        && now.tags[at] != then.tags[at]
+                        && now.1[at].tag != then.1[at].tag
                     {
-                        scratch.tags.push((slot, now.tags[at]));
+                        scratch.tags.push((slot, now.1[at].tag));
                     }
                     continue;
                 }
-                if let Some(page) = now.filter(|page| page.ids[at] != 0) {
-                    orphans.insert(page.ids[at]);
+                if let Some(page) = now.filter(|page| page.0[at] != 0) {
+                    orphans.insert(page.0[at]);
                     out.orphaned
-                        .push(live_block(segments, page, at, slot, *mark));
+                        .push(live_block(segments, &page.1[at], slot, *mark));
                 }
-                if let Some(page) = then.filter(|page| page.ids[at] != 0) {
+                if let Some(page) = then.filter(|page| page.0[at] != 0) {
                     returning += 1;
                     if scratch.adopter[slot as usize] != 0 {
                         continue;
                     }
-                    let block = live_block(segments, page, at, slot, *mark);
+                    let block = live_block(segments, &page.1[at], slot, *mark);
                     match unclaimed {
                         Unclaimed::Free => out.freed.push(block),
                         Unclaimed::Keep => {
@@ -272,32 +277,25 @@ impl<B: Backing> Pool<B> {
     }
 }
 
-/// The live block at a place of a page.
+/// The block of a record that is live.
 #[inline]
-pub(super) fn live_block(
-    segments: &Segments,
-    page: &Page,
-    at: usize,
-    slot: u32,
-    mark: u32,
-) -> LiveBlock {
-    let record = &page.records[at];
+pub(super) fn live_block(segments: &Segments, record: &Record, slot: u32, mark: u32) -> LiveBlock {
     let base = segments
         .get(record.segment)
         .map_or(record.address, |segment| segment.address);
     LiveBlock {
         allocation: Allocation {
-            id: page.ids[at],
+            id: record.id,
             address: record.address,
             bytes: record.size,
             slot,
             pool: mark,
         },
-        tag: Tag(page.tags[at]),
+        tag: Tag(record.tag),
         segment: SegmentId(record.segment),
         offset: record.address - base,
         bytes: record.size,
-        requested: page.requested[at],
+        requested: record.requested,
     }
 }
 

@@ -18,10 +18,20 @@ use crate::error::{Error, Result};
 /// A tensor of zero bytes has no storage and the null address.
 pub struct Tensor<D: Device> {
     storage: Option<Arc<Storage<D>>>,
+    /// The generation it was made in; `ETERNAL` for a storage that has only one.
     stamp: u64,
-    offset: u64,
+    /// Address of the range's first byte.
+    ptr: DevicePtr,
     bytes: u64,
     made_at: &'static Location<'static>,
+}
+
+/// The stamp of handles that cannot go stale: checking one touches no memory but the handle's.
+const ETERNAL: u64 = u64::MAX;
+
+/// The stamp that a handle's storage says for it.
+fn in_word(stamp: u64) -> u64 {
+    if stamp == ETERNAL { 0 } else { stamp }
 }
 
 impl<D: Device> Tensor<D> {
@@ -29,25 +39,23 @@ impl<D: Device> Tensor<D> {
     #[track_caller]
     #[must_use]
     pub fn empty() -> Self {
+        Tensor::nothing(Location::caller())
+    }
+
+    fn nothing(made_at: &'static Location<'static>) -> Self {
         Tensor {
             storage: None,
-            stamp: 0,
-            offset: 0,
+            stamp: ETERNAL,
+            ptr: DevicePtr::NULL,
             bytes: 0,
-            made_at: Location::caller(),
+            made_at,
         }
     }
 
     /// Wraps a new storage, whose first owner this is.
     pub(crate) fn first(storage: Arc<Storage<D>>) -> Self {
         let (stamp, bytes, made_at) = (storage.stamp(), storage.bytes(), storage.made_at());
-        Tensor {
-            storage: Some(storage),
-            stamp,
-            offset: 0,
-            bytes,
-            made_at,
-        }
+        Tensor::counted(storage, stamp, 0, bytes, made_at)
     }
 
     /// Wraps a storage whose word already counts this owner, with the stamp it was handed out with.
@@ -59,9 +67,9 @@ impl<D: Device> Tensor<D> {
         made_at: &'static Location<'static>,
     ) -> Self {
         Tensor {
+            stamp: if storage.is_eternal() { ETERNAL } else { stamp },
+            ptr: storage.ptr().offset(offset),
             storage: Some(storage),
-            stamp,
-            offset,
             bytes,
             made_at,
         }
@@ -89,7 +97,8 @@ impl<D: Device> Tensor<D> {
         made_at: &'static Location<'static>,
     ) -> Self {
         let mut range = self.clone();
-        (range.offset, range.bytes, range.made_at) = (offset, bytes, made_at);
+        let base = self.storage.as_ref().map_or(DevicePtr::NULL, |s| s.ptr());
+        (range.ptr, range.bytes, range.made_at) = (base.offset(offset), bytes, made_at);
         range
     }
 
@@ -104,9 +113,11 @@ impl<D: Device> Tensor<D> {
     /// Whether its storage is still in the handle's generation.
     #[must_use]
     pub fn is_current(&self) -> bool {
-        self.storage
-            .as_ref()
-            .is_none_or(|s| s.stamp() == self.stamp)
+        self.stamp == ETERNAL
+            || self
+                .storage
+                .as_ref()
+                .is_none_or(|s| s.stamp() == self.stamp)
     }
 
     /// Whether the handle may still be read.
@@ -115,7 +126,7 @@ impl<D: Device> Tensor<D> {
     /// [`Error::Stale`] where its memory was given to a later run.
     pub fn check(&self) -> Result<()> {
         match &self.storage {
-            Some(storage) if storage.stamp() != self.stamp => Err(Error::Stale(Box::new(
+            Some(storage) if !self.is_current() => Err(Error::Stale(Box::new(
                 storage.stale(self.stamp, self.made_at),
             ))),
             _ => Ok(()),
@@ -137,7 +148,9 @@ impl<D: Device> Tensor<D> {
     /// Where the range begins in its storage, in bytes.
     #[must_use]
     pub fn offset(&self) -> u64 {
-        self.offset
+        self.storage
+            .as_ref()
+            .map_or(0, |s| self.ptr.0.wrapping_sub(s.ptr().0))
     }
 
     /// The identity of the storage; `None` for the empty tensor. Two tensors alias exactly if they share it.
@@ -157,10 +170,7 @@ impl<D: Device> Tensor<D> {
 
     /// The address, whoever owns it by now.
     pub(crate) fn address(&self) -> DevicePtr {
-        match &self.storage {
-            Some(storage) => storage.ptr().offset(self.offset),
-            None => DevicePtr::NULL,
-        }
+        self.ptr
     }
 
     /// A handle on `bytes` bytes from `offset` of this range: one more owner of the same storage.
@@ -181,7 +191,7 @@ impl<D: Device> Tensor<D> {
             return Ok(Tensor::empty());
         }
         let mut view = self.clone();
-        view.offset += offset;
+        view.ptr = self.ptr.offset(offset);
         view.bytes = bytes;
         view.made_at = Location::caller();
         Ok(view)
@@ -233,8 +243,8 @@ impl<D: Device> Tensor<D> {
     pub fn downgrade(&self) -> WeakTensor<D> {
         WeakTensor {
             storage: self.storage.as_ref().map_or_else(Weak::new, Arc::downgrade),
-            stamp: self.stamp,
-            offset: self.offset,
+            stamp: in_word(self.stamp),
+            offset: self.offset(),
             bytes: self.bytes,
             made_at: self.made_at,
         }
@@ -244,7 +254,7 @@ impl<D: Device> Tensor<D> {
 impl<D: Device> Clone for Tensor<D> {
     fn clone(&self) -> Self {
         if let Some(storage) = &self.storage {
-            storage.retain(self.stamp);
+            storage.retain(in_word(self.stamp));
         }
         Tensor {
             storage: self.storage.clone(),
@@ -256,7 +266,7 @@ impl<D: Device> Clone for Tensor<D> {
 impl<D: Device> Drop for Tensor<D> {
     fn drop(&mut self) {
         if let Some(storage) = &self.storage {
-            storage.release(self.stamp);
+            storage.release(in_word(self.stamp));
         }
     }
 }
@@ -268,8 +278,8 @@ impl<D: Device> fmt::Debug for Tensor<D> {
                 f,
                 "{:?}[{}..{}]",
                 s.id(),
-                self.offset,
-                self.offset + self.bytes
+                self.offset(),
+                self.offset() + self.bytes
             ),
             None => f.write_str("empty"),
         }
@@ -290,13 +300,7 @@ impl<D: Device> WeakTensor<D> {
     #[must_use]
     pub fn upgrade(&self) -> Option<Tensor<D>> {
         if self.bytes == 0 {
-            return Some(Tensor {
-                storage: None,
-                stamp: 0,
-                offset: 0,
-                bytes: 0,
-                made_at: self.made_at,
-            });
+            return Some(Tensor::nothing(self.made_at));
         }
         let storage = self.storage.upgrade()?;
         storage

@@ -106,9 +106,11 @@ impl Word {
         }
     }
 
-    /// `DYING` becomes no owner, owning nothing.
+    /// `DYING` becomes no owner, owning nothing. For the thread whose release was the last: nobody else writes a dying word.
     pub(super) fn settle_dead(&self) {
-        self.update(|w| (w & OWNERS == DYING).then_some(w & !(OWNERS | OWNING)));
+        let w = self.0.load(Ordering::Relaxed);
+        debug_assert_eq!(w & OWNERS, DYING, "only the last release settles");
+        self.0.store(w & !(OWNERS | OWNING), Ordering::Release);
     }
 
     /// Waits while another thread is clearing up. That thread takes no lock that a caller of this may hold.
@@ -128,14 +130,13 @@ impl Word {
         }
     }
 
-    /// The next generation with so many owners, owning no block. Its stamp.
-    pub(super) fn hand_out(&self, owners: u64) -> u64 {
+    /// The next generation with so many owners, owning no block.
+    pub(super) fn hand_out(&self, owners: u64) {
         let w = self.settled();
         let stamp = (w >> STAMP) + 1;
         let owners = if owners >= DYING { STUCK } else { owners };
         self.0
             .store((stamp << STAMP) | (w & WATCHED) | owners, Ordering::Release);
-        stamp
     }
 
     /// Ends the generation: a next one without owners. `None` if nobody held it; else whether it owned and was watched.
@@ -194,7 +195,8 @@ mod tests {
             }
         );
         word.settle_dead();
-        assert_eq!(word.hand_out(1), 1);
+        word.hand_out(1);
+        assert_eq!(word.stamp(), 1);
         assert_eq!(word.release(0), Release::Other);
         assert_eq!(word.owners(), 1);
         word.retain(0);

@@ -409,16 +409,47 @@ impl<D: Device> Inner<D> {
         live
     }
 
-    /// Orders the caller's stream after the last run's, if that was on another. What is held of the path then dies in the new one's order.
+    /// Drops what was given, and has not died inside. Memory of another stream than the call's is not used again there before the call's
+    /// work has run. The work is enqueued: if the device refuses the wait, the memory is kept out of circulation rather than reused too early.
+    pub(super) fn give_up(&self, call: &mut Call<'_, '_, D>) {
+        for arg in &mut *call.args {
+            let Some(tensor) = arg.take() else { continue };
+            let elsewhere = tensor
+                .storage()
+                .filter(|storage| storage.is_eternal())
+                .and_then(|storage| storage.freed_on())
+                .filter(|stream| stream != call.stream);
+            if let Some(stream) = elsewhere
+                && let Err(error) = self.follow(call.stream, &stream)
+            {
+                tracing::error!(%error, "a given input's stream could not be ordered after the run; its memory is not reused");
+                std::mem::forget(tensor);
+            }
+        }
+    }
+
+    /// Orders the call's stream after every other stream that runs of the path were called on: their outputs may be in use there still.
     pub(super) fn order(&self, state: &mut State<D>, stream: &D::Stream) -> Result<()> {
-        if state.order.as_ref() != Some(stream) {
-            if let Some(last) = &state.order {
-                self.follow(last, stream)?;
+        let mut known = false;
+        for used in &state.streams {
+            if used == stream {
+                known = true;
+            } else {
+                self.follow(used, stream)?;
             }
-            for storage in state.path.iter().flat_map(|entry| state.held(entry)) {
-                storage.hand_over(stream);
-            }
-            state.order = Some(stream.clone());
+        }
+        let unused = state.path.is_empty() && state.carried.is_empty();
+        if unused && state.streams.len() > usize::from(known) {
+            // Nothing of the tree is in use elsewhere any more that this stream has not waited for.
+            state.streams.clear();
+            known = false;
+        }
+        if !known {
+            state.streams.push(stream.clone());
+        }
+        if state.streams.len() > 1 {
+            // In use on several streams: its death has no place in the order of one. Later runs wait for all of them.
+            state.all_held().for_each(|storage| storage.hush());
         }
         Ok(())
     }

@@ -128,8 +128,41 @@ pub(super) struct Variant {
     pub(super) key: Key,
     /// It has been warmed up, or need not be.
     pub(super) warm: bool,
+    /// Captures of it that failed since the last that did not.
+    pub(super) failures: u32,
+    /// Calls that are answered eagerly before the next capture is tried.
+    pub(super) pause: u64,
     /// Its recordings on the empty path, in order of creation.
     pub(super) roots: SmallVec<[NodeKey; 2]>,
+}
+
+/// Captures of a variant that may fail in a row before it is not tried again.
+const FAILURES: u32 = 8;
+
+impl Variant {
+    /// A capture failed: the next call tries again, then one in 2, in 4, and so on, and after eight failures none.
+    pub(super) fn capture_failed(&mut self) {
+        self.failures += 1;
+        self.pause = if self.failures >= FAILURES {
+            u64::MAX
+        } else {
+            (1 << (self.failures - 1)) - 1
+        };
+    }
+
+    /// A capture succeeded.
+    pub(super) fn captured(&mut self) {
+        (self.failures, self.pause) = (0, 0);
+    }
+
+    /// Whether this call is to be answered eagerly because captures failed.
+    pub(super) fn pauses(&mut self) -> bool {
+        let pauses = self.pause > 0;
+        if pauses && self.pause != u64::MAX {
+            self.pause -= 1;
+        }
+        pauses
+    }
 }
 
 impl<D: Device> FunctionState<D> {
@@ -158,6 +191,8 @@ impl<D: Device> FunctionState<D> {
             self.variants.push(Variant {
                 key: Key::from_slice(key),
                 warm: self.skip_warmup,
+                failures: 0,
+                pause: 0,
                 roots: SmallVec::new(),
             });
             self.variants.len() - 1

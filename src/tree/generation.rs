@@ -1,39 +1,85 @@
 //! Generations: the steps of a program, each open as long as its token lives.
+//!
+//! Opening and ending one is on the path of every step, so it takes no lock: a ring says which of the last generations are
+//! open, and only a token that outlives a full turn of the ring sends its successor there to a list.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use smallvec::SmallVec;
-
 use crate::sync::lock;
 
+/// Generations that are open at once before the list is needed.
+const RING: u64 = 64;
+
 /// The generations of one tree.
-#[derive(Debug, Default)]
 pub(super) struct Generations {
-    /// Those whose token lives.
-    open: Mutex<SmallVec<[u64; 8]>>,
+    /// At `g % RING`: `g + 1` while `g` is open and has its place here, else 0.
+    ring: [AtomicU64; RING as usize],
+    /// Open generations whose place in the ring was taken.
+    listed: Mutex<Vec<u64>>,
+    /// How many are listed.
+    listed_len: AtomicU64,
     next: AtomicU64,
     /// How many tokens were dropped: a run looks at the path only when this has changed.
     ended: AtomicU64,
 }
 
 impl Generations {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Generations {
+            ring: [const { AtomicU64::new(0) }; RING as usize],
+            listed: Mutex::new(Vec::new()),
+            listed_len: AtomicU64::new(0),
+            next: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+        })
+    }
+
     pub(super) fn ended(&self) -> u64 {
         self.ended.load(Ordering::Acquire)
     }
 
+    fn place(&self, generation: u64) -> &AtomicU64 {
+        &self.ring[(generation % RING) as usize]
+    }
+
     pub(super) fn is_open(&self, generation: u64) -> bool {
-        lock(&self.open).contains(&generation)
+        self.place(generation).load(Ordering::Acquire) == generation + 1
+            || (self.listed_len.load(Ordering::Acquire) > 0
+                && lock(&self.listed).contains(&generation))
     }
 
     pub(super) fn open(self: &Arc<Self>) -> Step {
         let generation = self.next.fetch_add(1, Ordering::Relaxed);
-        lock(&self.open).push(generation);
+        let place = self.place(generation);
+        if place
+            .compare_exchange(0, generation + 1, Ordering::AcqRel, Ordering::Relaxed)
+            .is_err()
+        {
+            let mut listed = lock(&self.listed);
+            listed.push(generation);
+            self.listed_len
+                .store(listed.len() as u64, Ordering::Release);
+        }
         Step {
             generations: self.clone(),
             generation,
         }
+    }
+
+    fn end(&self, generation: u64) {
+        let place = self.place(generation);
+        // Nobody else writes a place that holds this generation.
+        if place.load(Ordering::Relaxed) == generation + 1 {
+            place.store(0, Ordering::Release);
+        } else {
+            let mut listed = lock(&self.listed);
+            listed.retain(|g| *g != generation);
+            self.listed_len
+                .store(listed.len() as u64, Ordering::Release);
+        }
+        self.ended.fetch_add(1, Ordering::Release);
     }
 }
 
@@ -57,13 +103,38 @@ impl Step {
 
 impl Drop for Step {
     fn drop(&mut self) {
-        lock(&self.generations.open).retain(|g| *g != self.generation);
-        self.generations.ended.fetch_add(1, Ordering::Release);
+        self.generations.end(self.generation);
     }
 }
 
 impl fmt::Debug for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Step({})", self.generation)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_that_outlives_the_ring_keeps_its_generation_open() {
+        let generations = Generations::new();
+        let old = generations.open();
+        let tokens: Vec<Step> = (0..200).map(|_| generations.open()).collect();
+        assert!((0..=200).all(|g| generations.is_open(g)));
+        assert!(!generations.is_open(201));
+        drop(tokens);
+        assert_eq!(generations.ended(), 200);
+        assert!(generations.is_open(0));
+        assert!((1..=200).all(|g| !generations.is_open(g)));
+        // The place of generation 0 is still its own: 256 is listed.
+        let later: Vec<Step> = (201..=256).map(|_| generations.open()).collect();
+        drop(old);
+        assert!(!generations.is_open(0));
+        assert!(generations.is_open(256));
+        drop(later);
+        assert!(!generations.is_open(256));
+        assert_eq!(*lock(&generations.listed), Vec::<u64>::new());
     }
 }

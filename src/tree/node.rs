@@ -1,5 +1,6 @@
 //! A node: one recording, what it took, what it gives, and when it may be replayed.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -28,6 +29,8 @@ pub(super) struct Node<D: Device> {
     pub(super) inputs: Box<[InputSpec<D>]>,
     /// Ancestors' outputs whose memory the graph writes, or may: they must be dead.
     pub(super) must_be_dead: Box<[DeadBits]>,
+    /// The addresses that the graph may write in the pool: disjoint, ascending.
+    pub(super) footprint: Box<[Range<u64>]>,
     /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
     pub(super) consumed: Box<[Consumed<D>]>,
     pub(super) outputs: Box<[OutputSpec<D>]>,
@@ -41,6 +44,10 @@ pub(super) struct Node<D: Device> {
     pub(super) checkpoint: Checkpoint,
     /// The outputs of the path that were held then, and their blocks.
     pub(super) saved: Box<[(Arc<Storage<D>>, Allocation)]>,
+    /// Which inputs are copied.
+    pub(super) copied: Box<[u32]>,
+    /// Whether an output is a bound input, which may die.
+    pub(super) returns_bound: bool,
     /// Room for the addresses of the copied inputs.
     pub(super) sources: Vec<DevicePtr>,
 }
@@ -101,4 +108,30 @@ pub(super) struct Consumed<D: Device> {
     pub(super) storage: Arc<Storage<D>>,
     /// The passed inputs that lie in it.
     pub(super) inputs: SmallVec<[usize; 2]>,
+}
+
+/// The addresses of these storages, as disjoint ranges in ascending order.
+pub(super) fn footprint<D: Device>(storages: &[Arc<Storage<D>>]) -> Box<[Range<u64>]> {
+    let mut ranges: Vec<Range<u64>> = storages.iter().map(|s| s.range()).collect();
+    ranges.sort_unstable_by_key(|r| r.start);
+    let mut merged: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        match merged.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => merged.push(range),
+        }
+    }
+    merged.into()
+}
+
+impl<D: Device> Node<D> {
+    /// Whether the graph may write over a storage that is held: it lies in the footprint, and is not among what the call gives up.
+    pub(super) fn overwrites(&self, held: &Arc<Storage<D>>) -> bool {
+        let range = held.range();
+        let next = self.footprint.partition_point(|r| r.end <= range.start);
+        self.footprint
+            .get(next)
+            .is_some_and(|r| r.start < range.end)
+            && !self.consumed.iter().any(|c| Arc::ptr_eq(&c.storage, held))
+    }
 }

@@ -7,11 +7,11 @@ use tracing::debug_span;
 
 use super::args::Arg;
 use super::generation::Generations;
-use super::node::Node;
 use super::{Inner, NodeKey, State};
+use crate::allocator::Claim;
 use crate::device::Device;
 use crate::error::Result;
-use crate::pool::{Adopt, Tag, Unclaimed};
+use crate::pool::{Adopt, Tag};
 use crate::storage::{LiveMask, Storage, Tensor};
 
 /// One run on the path.
@@ -76,9 +76,7 @@ impl<D: Device> State<D> {
                 .filter(|s| Arc::ptr_eq(s, storage))
                 .count() as u64
         };
-        self.path
-            .iter()
-            .flat_map(|entry| self.held(entry))
+        self.all_held()
             .filter(|storage| storage.owners() > given(storage))
             .filter_map(Tensor::hold)
             .collect()
@@ -122,6 +120,14 @@ impl<D: Device> State<D> {
             .sum()
     }
 
+    /// Everything that is held: of the path, and of the paths before it.
+    pub(super) fn all_held(&self) -> impl Iterator<Item = &Arc<Storage<D>>> {
+        self.path
+            .iter()
+            .chain(&self.carried)
+            .flat_map(|entry| self.held(entry))
+    }
+
     /// Whether there is a tip, of which nothing is held.
     pub(super) fn tip_is_dead(&self) -> bool {
         self.path
@@ -129,16 +135,48 @@ impl<D: Device> State<D> {
             .is_some_and(|entry| !self.live_of(entry).any())
     }
 
-    /// Forgets a tip of which nothing is held: the memory is as its parent left it. The books of an empty path are empty, and so exact.
+    /// Whether there is a tip, and it belongs to another generation.
+    pub(super) fn tip_is_before(&self, generation: u64) -> bool {
+        self.path
+            .last()
+            .is_some_and(|tip| tip.generation != generation)
+    }
+
+    /// Forgets a tip of which nothing is held: the memory is as its parent left it.
     pub(super) fn cut_tip(&mut self) {
         self.path.pop();
-        if self.path.is_empty() {
-            self.books_exact = true;
+        self.settle_books();
+    }
+
+    /// Ends a path of which something is held, by another generation than the one that goes on: the next run is at the root again, and
+    /// what is held is carried along, out of its way.
+    pub(super) fn carry_path(&mut self) {
+        let path = std::mem::take(&mut self.path);
+        let (held, _) = path
+            .into_iter()
+            .partition::<Vec<_>, _>(|entry| self.live_of(entry).any());
+        self.carried.extend(held);
+    }
+
+    /// Forgets what was carried along and is not held any more.
+    pub(super) fn drop_carried(&mut self) {
+        if !self.carried.is_empty() {
+            let carried = std::mem::take(&mut self.carried);
+            self.carried = carried
+                .into_iter()
+                .filter(|entry| self.live_of(entry).any())
+                .collect();
+            self.settle_books();
         }
     }
 
-    /// Ends the generations on the path whose tokens were dropped: what is held of them goes stale, and the runs at the path's end that belong to
-    /// them are forgotten. Costs what is held, and a look at each run.
+    /// What is in the books has an owner who is held; so where nothing is, they are empty, and exact.
+    fn settle_books(&mut self) {
+        self.books_exact |= self.path.is_empty() && self.carried.is_empty();
+    }
+
+    /// Ends the generations whose tokens were dropped: what is held of them goes stale, and the runs at the path's end that belong to them are
+    /// forgotten. Costs what is held, and a look at each run.
     pub(super) fn retire(
         &mut self,
         generations: &Generations,
@@ -147,45 +185,37 @@ impl<D: Device> State<D> {
         at: &'static Location<'static>,
     ) {
         self.seen_ended = ended;
-        let mut keep = 0;
-        for (index, entry) in self.path.iter().enumerate() {
-            if generations.is_open(entry.generation) {
-                keep = index + 1;
-                continue;
-            }
-            for storage in self.held(entry) {
-                storage.invalidate(by, at);
+        let ended = |entry: &Entry<D>| !generations.is_open(entry.generation);
+        for entry in self.path.iter().chain(&self.carried) {
+            if ended(entry) {
+                for storage in self.held(entry) {
+                    storage.invalidate(by, at);
+                }
             }
         }
-        while self.path.len() > keep {
+        // A token may be dropped between the two looks: so what is forgotten must be dead besides.
+        while self.tip_is_dead() && self.path.last().is_some_and(ended) {
             self.cut_tip();
         }
+        self.drop_carried();
     }
 }
 
 impl<D: Device> Inner<D> {
-    /// Makes the pool's books say what is held of the path now: restores the tip's checkpoint, and lets the storages that are held own their
-    /// blocks again. Does nothing where the books are exact.
+    /// Makes the pool's books say what is held now: restores the tip's checkpoint (that of the empty pool, on an empty path), lets the storages
+    /// that are held own their blocks again, and claims what is held besides. Does nothing where the books are exact.
     pub(super) fn catch_up(&self, state: &mut State<D>, stream: &D::Stream) -> Result<()> {
         if state.books_exact {
             return Ok(());
         }
-        let Some(tip) = state.tip() else {
-            return Ok(());
-        };
-        let node = &state.nodes[tip];
-        let span = debug_span!("restore", node = node.id.0);
+        let node = state.tip().map(|tip| &state.nodes[tip]);
+        let span = debug_span!("restore", node = node.map(|n| n.id.0));
         let _entered = span.enter();
-        self.adopt_held(node, stream)?;
-        state.books_exact = true;
-        state.counts.restores += 1;
-        Ok(())
-    }
-
-    /// Restores a node's checkpoint, adopting the outputs that are held.
-    fn adopt_held(&self, node: &Node<D>, stream: &D::Stream) -> Result<()> {
-        let held: Vec<_> = node
-            .saved
+        let (checkpoint, saved) = match node {
+            Some(node) => (&node.checkpoint, &*node.saved),
+            None => (&self.empty, &[][..]),
+        };
+        let held: Vec<_> = saved
             .iter()
             .filter(|(storage, _)| storage.owners() > 0)
             .collect();
@@ -196,14 +226,30 @@ impl<D: Device> Inner<D> {
                 tag: Tag(storage.id().0),
             })
             .collect();
-        let restored =
-            self.pool
-                .restore_blocks(stream, &node.checkpoint, &adopt, Unclaimed::Free)?;
-        for ((storage, _), block) in held.into_iter().zip(restored.adopted) {
+        let claim: Vec<_> = state
+            .all_held()
+            .filter(|s| !saved.iter().any(|(other, _)| Arc::ptr_eq(s, other)))
+            .cloned()
+            .collect();
+        let ranges: Vec<_> = claim
+            .iter()
+            .map(|storage| Claim {
+                range: storage.range(),
+                tag: Tag(storage.id().0),
+                owned: storage.block(),
+            })
+            .collect();
+        let (adopted, claimed) = self
+            .pool
+            .restore_and_claim(stream, checkpoint, &adopt, &ranges)?;
+        let blocks = adopted.into_iter().chain(claimed);
+        for (storage, block) in held.into_iter().map(|(s, _)| s).chain(&claim).zip(blocks) {
             if storage.block() != Some(block) {
                 self.pool.let_go(storage.adopt(block, stream.clone()));
             }
         }
+        state.books_exact = true;
+        state.counts.restores += 1;
         Ok(())
     }
 }

@@ -3,6 +3,7 @@
 //! Until the graph has been launched, the way back is open: a checkpoint of the pool from before, and what it takes to bring given
 //! inputs back. A capture executes nothing, so whatever it did to the books can be undone without a trace.
 
+use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
 use smallvec::SmallVec;
@@ -10,7 +11,7 @@ use tracing::{debug_span, warn};
 
 use super::args::Arg;
 use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
-use super::node::{Consumed, DeadBits, Node, NodeId};
+use super::node::{Consumed, DeadBits, InputSpec, Node, NodeId, OutputSpec, footprint};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, State};
@@ -38,6 +39,7 @@ struct Recorded<D: Device> {
     sorted: Sorted<D>,
     given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
+    footprint: Box<[Range<u64>]>,
 }
 
 impl<D: Device> Inner<D> {
@@ -61,7 +63,7 @@ impl<D: Device> Inner<D> {
         match recorded {
             Ok(recorded) => {
                 self.commit(&mut state, &call, &before, recorded, out);
-                call.give_up();
+                self.give_up(&mut call);
                 Ok(())
             }
             Err(Undone::Call(error)) => Err(error),
@@ -72,6 +74,7 @@ impl<D: Device> Inner<D> {
             Err(Undone::Capture(error)) => {
                 warn!(function = %call.name, %error, "the capture failed; the call is answered eagerly");
                 state.counts.failed_captures += 1;
+                state.functions[call.function].variants[call.variant].capture_failed();
                 state.last_failure = Some(error);
                 drop((entered, held));
                 self.warmup(state, call, out)
@@ -96,12 +99,12 @@ impl<D: Device> Inner<D> {
         let mut placed = match self.place(&state, call, &born) {
             Ok(placed) => placed,
             Err(error) => {
-                self.abandon(serial, &born.storages());
+                self.abandon(serial);
                 return (state, Err(Undone::Call(error)));
             }
         };
         if let Err(error) = self.copy_in(&placed) {
-            self.abandon(serial, &born.storages());
+            self.abandon(serial);
             return (state, Err(Undone::Capture(error.into())));
         }
         let body = state.functions[call.function].body.clone();
@@ -116,18 +119,11 @@ impl<D: Device> Inner<D> {
         let storages = born.storages();
         let ended = match outcome {
             Outcome::Returned(outputs) => {
-                match self.finish(&state, call, &mut placed, &storages, &outputs, serial) {
-                    Ok((exec, info, sorted)) => Ok((exec, info, sorted, outputs)),
-                    Err(undone) => {
-                        // Before the outputs are dropped.
-                        hush(&storages);
-                        Err(undone)
-                    }
-                }
+                self.finish(&state, call, &mut placed, &storages, outputs, serial)
             }
             Outcome::Failed(source) => {
                 let broken = self.capture_broke(&source);
-                self.abandon(serial, &storages);
+                self.abandon(serial);
                 let error = Error::Function {
                     function: call.name.clone(),
                     phase: Phase::Record,
@@ -140,7 +136,7 @@ impl<D: Device> Inner<D> {
                 })
             }
             Outcome::Panicked(panic) => {
-                self.abandon(serial, &storages);
+                self.abandon(serial);
                 Err(Undone::Panic(panic))
             }
         };
@@ -154,6 +150,7 @@ impl<D: Device> Inner<D> {
                     sorted,
                     given,
                     outputs,
+                    footprint: footprint(&storages),
                 }),
             ),
             Err(undone) => {
@@ -168,28 +165,29 @@ impl<D: Device> Inner<D> {
     }
 
     /// From the closure's return to the first launch.
+    #[allow(clippy::type_complexity)] // the parts of `Recorded` that are made here
     fn finish(
         &self,
         state: &State<D>,
         call: &Call<'_, '_, D>,
         placed: &mut Placed<D>,
         born: &[Arc<Storage<D>>],
-        outputs: &[Tensor<D>],
+        outputs: Vec<Tensor<D>>,
         serial: u64,
-    ) -> Result<(D::Exec, GraphInfo, Sorted<D>), Undone> {
+    ) -> Result<(D::Exec, GraphInfo, Sorted<D>, Vec<Tensor<D>>), Undone> {
         let device = self.allocator.device();
         let sorted = self.sort_outputs(
             &state.functions[call.function],
             call,
             Phase::Record,
             &mut placed.specs,
-            outputs,
+            &outputs,
             born,
         );
         let sorted = match sorted {
             Ok(sorted) => sorted,
             Err(error) => {
-                self.abandon(serial, born);
+                self.abandon(serial);
                 return Err(Undone::Call(error));
             }
         };
@@ -205,12 +203,11 @@ impl<D: Device> Inner<D> {
         device
             .launch_graph(&exec, call.stream, &placed.sources)
             .map_err(|error| Undone::Call(error.into()))?;
-        Ok((exec, info, sorted))
+        Ok((exec, info, sorted, outputs))
     }
 
     /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more.
-    fn abandon(&self, serial: u64, born: &[Arc<Storage<D>>]) {
-        hush(born);
+    fn abandon(&self, serial: u64) {
         if let Err(error) = self.allocator.device().end_capture(&self.stream) {
             tracing::debug!(%error, "an abandoned capture ended with an error");
         }
@@ -300,6 +297,7 @@ impl<D: Device> Inner<D> {
             sorted,
             given,
             outputs,
+            footprint,
         } = recorded;
         // Given and kept inside: the caller's again, and not to die between the looks that follow.
         let _kept: Vec<_> = given
@@ -352,13 +350,24 @@ impl<D: Device> Inner<D> {
                 .iter()
                 .filter_map(|(storage, _)| owned(storage)),
         );
+        let copied = (0u32..)
+            .zip(&placed.specs)
+            .filter(|(_, spec)| matches!(spec, InputSpec::Copied { .. }))
+            .map(|(index, _)| index)
+            .collect();
         let node = state.nodes.insert(Node {
             id,
             variant,
             parent,
             children: SmallVec::new(),
+            copied,
+            returns_bound: sorted
+                .specs
+                .iter()
+                .any(|o| matches!(o, OutputSpec::Bound(_))),
             inputs: placed.specs.into(),
             must_be_dead: must_be_dead.into(),
+            footprint,
             consumed: consumed.into(),
             outputs: sorted.specs.into(),
             slots: sorted.slots.into(),
@@ -385,15 +394,10 @@ impl<D: Device> Inner<D> {
                 replayed: false,
             },
         });
-        state.functions[call.function].variants[call.variant].warm = true;
+        let recorded = &mut state.functions[call.function].variants[call.variant];
+        recorded.warm = true;
+        recorded.captured();
         out.hand_out(Phase::Record, Some(id), outputs, call.at);
-    }
-}
-
-/// What was born in a capture that comes to nothing dies without a word: see [`Storage::hush`].
-fn hush<D: Device>(born: &[Arc<Storage<D>>]) {
-    for storage in born {
-        storage.hush();
     }
 }
 

@@ -8,7 +8,7 @@ use tracing::trace;
 
 use super::args::Arg;
 use super::call::Call;
-use super::node::{InputSpec, OutputSpec};
+use super::node::OutputSpec;
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, NodeKey, State};
@@ -23,27 +23,24 @@ impl<D: Device> Inner<D> {
         mut state: MutexGuard<'_, State<D>>,
         key: NodeKey,
         mut call: Call<'_, '_, D>,
+        gives: bool,
         out: &mut Outputs<D>,
     ) -> Result<()> {
         self.order(&mut state, call.stream)?;
         let state = &mut *state;
         let node = &mut state.nodes[key];
         node.sources.clear();
-        for (spec, arg) in node.inputs.iter().zip(&*call.args) {
-            if let (InputSpec::Copied { .. }, Some(tensor)) = (spec, arg.tensor()) {
-                node.sources.push(tensor.address());
-            }
+        for index in &node.copied {
+            node.sources
+                .extend(call.args[*index as usize].tensor().map(Tensor::address));
         }
-        // A bound constant may have died between the look and here; then nothing was launched yet.
-        for output in &node.outputs {
-            if let OutputSpec::Bound(weak) = output
-                && weak.upgrade().is_none()
-            {
-                return Err(Error::StaticDied {
-                    function: call.name.clone(),
-                    input: 0,
-                });
-            }
+        // What a function bound may have died between the look and here; then nothing was launched yet.
+        let died = |output: &&OutputSpec<D>| matches!(output, OutputSpec::Bound(weak) if weak.upgrade().is_none());
+        if node.returns_bound && node.outputs.iter().any(|o| died(&o)) {
+            return Err(Error::StaticDied {
+                function: call.name.clone(),
+                input: 0,
+            });
         }
         self.allocator
             .device()
@@ -57,6 +54,7 @@ impl<D: Device> Inner<D> {
         for (storage, outputs) in &node.slots {
             storage.hand_out(*outputs);
         }
+        node.live.set_all(node.slots.len());
         for output in &node.outputs {
             let tensor = match output {
                 OutputSpec::Fresh {
@@ -93,7 +91,9 @@ impl<D: Device> Inner<D> {
         });
         state.books_exact = false;
         state.counts.replays += 1;
-        call.give_up();
+        if gives {
+            self.give_up(&mut call);
+        }
         Ok(())
     }
 }

@@ -220,9 +220,7 @@ impl<D: Device> GraphTrees<D> {
             return Ok(());
         }
         let mut tracked = Vec::new();
-        for entry in &state.path {
-            tracked.extend(state.held(entry).map(|storage| storage.ptr().0));
-        }
+        tracked.extend(state.all_held().map(|storage| storage.ptr().0));
         let check = self.inner.pool.check_live(&tracked);
         if check.is_exact() {
             return Ok(());
@@ -284,18 +282,16 @@ impl<D: Device> State<D> {
             })
             .collect();
         let mut held = Vec::new();
-        for entry in &self.path {
-            for storage in self.held(entry) {
-                let Some(home) = storage.home() else { continue };
-                let (function, output) = (home.function.to_string(), home.output);
-                held.push(HeldView {
-                    function,
-                    output,
-                    storage: storage.id(),
-                    place: place(storage.ptr()),
-                    bytes: storage.bytes(),
-                });
-            }
+        for storage in self.all_held() {
+            let Some(home) = storage.home() else { continue };
+            let (function, output) = (home.function.to_string(), home.output);
+            held.push(HeldView {
+                function,
+                output,
+                storage: storage.id(),
+                place: place(storage.ptr()),
+                bytes: storage.bytes(),
+            });
         }
         TreeView {
             functions,

@@ -25,15 +25,24 @@ impl<D: Device> Inner<D> {
     ) -> Result<()> {
         let span = debug_span!("warmup", function = %call.name);
         let _entered = span.enter();
+        // The closure may see the last handle go: what it enqueued reads them until it has been joined.
+        let _bound = state.functions[call.function].bound_inputs()?;
         self.order(&mut state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
         let born = Born::new();
-        let mut placed = self.place(&state, &call, &born)?;
-        self.copy_in(&placed)?;
+        let placed = self.place(&state, &call, &born).and_then(|placed| {
+            self.copy_in(&placed)?;
+            Ok(placed)
+        });
+        let mut placed = match placed {
+            Ok(placed) => placed,
+            Err(error) => {
+                self.join(call.stream)?;
+                return Err(error);
+            }
+        };
         let _held = state.hold(call.args);
-        // The closure may see the last handle go: what it enqueued reads them until it has been joined.
-        let _bound = state.functions[call.function].bound_inputs()?;
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(
             &mut call,
@@ -102,7 +111,7 @@ impl<D: Device> Inner<D> {
         state.functions[call.function].variants[call.variant].warm = true;
         state.counts.warmups += 1;
         out.hand_out(Phase::Warmup, None, outputs, call.at);
-        call.give_up();
+        self.give_up(&mut call);
         Ok(())
     }
 }

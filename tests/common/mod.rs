@@ -1,16 +1,17 @@
 //! What the suites share: a rig of device, allocator, kernels and tree, built for every device.
 #![allow(dead_code)] // each suite uses its part
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use cudagraph_trees::device::Device;
 use cudagraph_trees::device::faulty::Faulty;
 use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::kernels::KernelSet;
+use cudagraph_trees::pool::{Backing, BackingError, PoolSnapshot, StreamId};
 use cudagraph_trees::{
-    Allocator, Arg, BodyResult, Function, FunctionSpec, GraphTrees, Inputs, Outputs, Phase,
-    Recorder, Result, Step, Tensor, give, lend,
+    Allocator, Arg, BodyResult, Capture, Function, FunctionSpec, GraphTrees, Inputs, Outputs,
+    Phase, Recorder, Result, Step, Tensor, give, lend,
 };
 
 /// A device with everything that stands on it.
@@ -147,6 +148,43 @@ impl<D: Device> Rig<D> {
     /// The layout of the tree's pool.
     pub fn layout(&self) -> String {
         self.trees.pool_snapshot().layout()
+    }
+
+    /// In a capture of a single graph: a new tensor x * scale + add.
+    #[track_caller]
+    pub fn captured(
+        &self,
+        capture: &Capture<'_, D>,
+        x: &Tensor<D>,
+        scale: f32,
+        add: f32,
+    ) -> Tensor<D> {
+        let out = capture.alloc(x.bytes()).unwrap();
+        self.scale_into(capture.stream(), &out, x, scale, add);
+        out
+    }
+
+    /// out = x * scale + add, on any stream.
+    #[track_caller]
+    pub fn scale_into(
+        &self,
+        stream: &D::Stream,
+        out: &Tensor<D>,
+        x: &Tensor<D>,
+        scale: f32,
+        add: f32,
+    ) {
+        self.kernels
+            .scale_add(
+                &self.device,
+                stream,
+                out.ptr().unwrap(),
+                x.ptr().unwrap(),
+                x.bytes().min(out.bytes()) / 4,
+                scale,
+                add,
+            )
+            .unwrap();
     }
 
     /// Live blocks of the tree's pool.
@@ -286,4 +324,87 @@ macro_rules! suite {
 /// An adaptor around the host device: the suite holds over it as over the device itself.
 pub fn wrapped() -> Faulty<HostDevice> {
     Faulty::new(HostDevice::new())
+}
+
+/// A pool's picture in one line, with its streams named `st0`, `st1` in order of appearance, whatever their numbers.
+pub fn layout(snapshot: &PoolSnapshot) -> String {
+    let mut snapshot = snapshot.clone();
+    let mut seen = Vec::new();
+    for segment in &mut snapshot.segments {
+        let at = seen
+            .iter()
+            .position(|s| *s == segment.stream)
+            .unwrap_or_else(|| {
+                seen.push(segment.stream);
+                seen.len() - 1
+            });
+        segment.stream = StreamId(at as u32);
+    }
+    snapshot.layout()
+}
+
+/// What a [`Toy`] holds and has done, in bytes and ranges.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ToyCounts {
+    pub mapped: u64,
+    pub ranges: usize,
+    pub given_back: u64,
+}
+
+/// A backing of addresses behind which nothing lies.
+pub struct Toy {
+    next: u64,
+    descending: bool,
+    counts: Arc<Mutex<ToyCounts>>,
+}
+
+impl Toy {
+    /// With addresses that ascend, and what it counts.
+    pub fn new() -> (Toy, Arc<Mutex<ToyCounts>>) {
+        let counts = Arc::new(Mutex::new(ToyCounts::default()));
+        let toy = Toy {
+            next: 1 << 40,
+            descending: false,
+            counts: counts.clone(),
+        };
+        (toy, counts)
+    }
+
+    /// With addresses that descend.
+    pub fn descending() -> Toy {
+        Toy {
+            descending: true,
+            ..Toy::new().0
+        }
+    }
+}
+
+impl Backing for Toy {
+    fn reserve(&mut self, bytes: u64) -> Result<u64, BackingError> {
+        if self.descending {
+            self.next -= bytes;
+            return Ok(self.next);
+        }
+        self.next += bytes;
+        Ok(self.next - bytes)
+    }
+
+    fn map(&mut self, _address: u64, bytes: u64) -> Result<(), BackingError> {
+        let mut counts = self.counts.lock().unwrap();
+        counts.mapped += bytes;
+        counts.ranges += 1;
+        Ok(())
+    }
+
+    fn unmap(&mut self, _address: u64, bytes: u64) -> Result<(), BackingError> {
+        let mut counts = self.counts.lock().unwrap();
+        counts.mapped -= bytes;
+        counts.ranges -= 1;
+        counts.given_back += bytes;
+        Ok(())
+    }
+
+    fn release(&mut self, _address: u64, _bytes: u64) -> Result<(), BackingError> {
+        Ok(())
+    }
 }

@@ -5,12 +5,11 @@
 use std::sync::{Arc, PoisonError};
 use std::thread;
 
+use super::device::check_copy;
 use super::graph::{GraphMemory, Plan};
 use super::state::{Allocated, State};
 use super::work::Work;
-use super::{
-    HostBuffer, HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream, check_copy,
-};
+use super::{HostBuffer, HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream};
 use crate::device::{
     Call, CaptureMode, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Result,
 };

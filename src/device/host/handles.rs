@@ -59,7 +59,7 @@ impl fmt::Debug for HostEvent {
     }
 }
 
-/// A loaded kernel. It lives as long as its device.
+/// A loaded kernel. It lives as long as its device, so a body that owns a handle of its device keeps that alive for good.
 #[derive(Clone)]
 pub struct HostFunction(pub(super) Arc<Body>);
 

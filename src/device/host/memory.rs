@@ -84,7 +84,7 @@ impl Memory {
 
     pub(super) fn reserve(&mut self, call: Call, bytes: u64) -> Result<DevicePtr> {
         let granularity = self.granularity;
-        if bytes == 0 || bytes % granularity != 0 {
+        if bytes == 0 || !bytes.is_multiple_of(granularity) {
             let detail = format!(
                 "{bytes} B of addresses are asked for; ask for a multiple of {granularity} B, and not none"
             );
@@ -150,7 +150,7 @@ impl Memory {
     ) -> Result<()> {
         let granularity = self.granularity;
         let refused = |detail: String| Err(DeviceError::new(call, Code::InvalidValue, detail));
-        if bytes == 0 || bytes % granularity != 0 || ptr.0 % granularity != 0 {
+        if bytes == 0 || !bytes.is_multiple_of(granularity) || !ptr.0.is_multiple_of(granularity) {
             return refused(format!(
                 "{bytes} B are mapped at an address; both must be multiples of {granularity} B, and not zero"
             ));

@@ -1,0 +1,294 @@
+//! The CUDA driver as a device (feature `cuda`).
+//!
+//! Nothing of CUDA is needed to build, and a machine without it gives a value that says why
+//! ([`CudaUnavailable`], [`probe`]), never a panic: the driver is loaded at run time.
+//!
+//! * **Context.** A [`CudaDevice`] works in one context: the device's primary one ([`CudaDevice::new`]), or one of the caller's
+//!   ([`CudaDevice::adopt`]). Each call makes it current for its own time; the caller's current context is the same afterwards.
+//! * **Streams** do not order themselves with the default stream. Streams of the caller's can be used too
+//!   ([`CudaDevice::stream_from_cudarc`], [`CudaDevice::stream_from_raw`]).
+//! * **Memory** is virtual (`cuMemMap`), so it may come and go during a capture and under graphs. Chunks can be exported as file
+//!   descriptors where the device supports that.
+//! * **Kernels** are compiled by NVRTC from [`Kernel::cuda`](super::Kernel), for the device at hand and with arithmetic as written, or
+//!   loaded from PTX ([`CudaDevice::load_ptx`]) or machine code ([`CudaDevice::load_image`]). They stay as long as the device.
+//!   NVRTC is looked for in the folder that the variable [`NVRTC_VARIABLE`] names, in toolkits, and where libraries are.
+//! * **Errors.** Work that faults costs the context (as always with CUDA): the call that hears of it gives the driver's code, and
+//!   each later one gives it again, but for `unmap`, `release`, `end_capture` and the drops. Which kernel it was, the driver does not say.
+//! * **Addresses** are the caller's word. A kernel that is given a wrong one faults, or writes where it should not.
+//!
+//! cudarc's own streams and slices can be used beside it, in the same context ([`CudaDevice::context`]). Inside a capture, cudarc's event
+//! tracking breaks it: see `CudaContext::disable_event_tracking` there.
+
+mod codes;
+mod driver;
+mod gather;
+mod graph;
+mod inner;
+mod memory;
+mod module;
+mod nvrtc;
+mod stream;
+mod unavailable;
+mod work;
+
+use std::ffi::{CStr, c_char};
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ptr;
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use cudarc::driver::{CudaContext, sys};
+
+use self::driver::{Driver, SUCCESS};
+pub use self::graph::{CudaExec, CudaGraph};
+use self::inner::{Inner, Shared};
+pub use self::module::CudaFunction;
+use self::module::Origin;
+pub use self::nvrtc::NVRTC_VARIABLE;
+pub use self::stream::{CudaEvent, CudaStream};
+pub use self::unavailable::{CudaUnavailable, Probe, probe};
+use super::{Call, Code, DeviceError, Result};
+use crate::sync::lock;
+
+/// A CUDA device; see the [module](self). Clones are the same device. It ends, with all it has, when the last of its clones
+/// and handles is dropped.
+#[derive(Clone)]
+pub struct CudaDevice {
+    inner: Arc<Inner>,
+}
+
+/// What a device holds, for tests that look for leaks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CudaCounts {
+    /// Bytes of physical memory mapped.
+    pub mapped_bytes: u64,
+    /// Ranges that have memory.
+    pub mapped_ranges: usize,
+    /// Ranges of addresses reserved.
+    pub reserved_ranges: usize,
+}
+
+impl fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaDevice({}: {})", self.inner.ordinal, self.inner.name)
+    }
+}
+
+impl CudaDevice {
+    /// The device of this number, in its primary context: the one that CUDA's runtime library and most others use.
+    ///
+    /// # Errors
+    /// Why it cannot be had.
+    pub fn new(ordinal: u32) -> Result<Self, CudaUnavailable> {
+        let driver = Driver::get()?;
+        let devices = driver.device_count()?;
+        if ordinal >= devices {
+            return Err(CudaUnavailable::NoDevice { ordinal, devices });
+        }
+        // cudarc finds the same library (it tries the same names), leaves the new context current, and is asked for it once.
+        let _before = Before::of(driver)?;
+        let context = CudaContext::new(ordinal as usize).map_err(|error| {
+            CudaUnavailable::failed(driver, "cuDevicePrimaryCtxRetain", error.0 as u32)
+        })?;
+        Self::adopt(context)
+    }
+
+    /// The device of a context of the caller's, which is kept as long as the device.
+    ///
+    /// Two devices of one context are two devices: neither takes the other's streams.
+    ///
+    /// # Errors
+    /// Why it cannot be used.
+    pub fn adopt(context: Arc<CudaContext>) -> Result<Self, CudaUnavailable> {
+        let driver = Driver::get()?;
+        let device = context.cu_device();
+        let attribute = |which| attribute(driver, device, which);
+        use sys::CUdevice_attribute as A;
+        if attribute(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? == 0 {
+            let detail = "the device has no virtual memory management";
+            let call = Call::Driver("cuDeviceGetAttribute");
+            return Err(DeviceError::new(call, Code::NotSupported, detail).into());
+        }
+        let exportable =
+            attribute(A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)? != 0;
+        let arch = (
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?.cast_unsigned(),
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?.cast_unsigned(),
+        );
+        let ordinal = i32::try_from(context.ordinal()).unwrap_or(0);
+        let chunk = memory::properties(ordinal, exportable);
+        let granularity = Inner::ask_granularity(driver, &chunk).map_err(|code| {
+            CudaUnavailable::failed(driver, "cuMemGetAllocationGranularity", code)
+        })?;
+        Ok(CudaDevice {
+            inner: Arc::new(Inner {
+                driver,
+                raw: Shared(context.cu_ctx()),
+                name: name(driver, device)?,
+                ordinal,
+                arch,
+                granularity,
+                chunk: Shared(chunk),
+                reads_pageable: attribute(A::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS)? != 0,
+                next_stream: AtomicU32::new(1),
+                books: Mutex::default(),
+                modules: Mutex::default(),
+                wrapped: Mutex::default(),
+                gather: OnceLock::new(),
+                gathered: Mutex::default(),
+                lost: OnceLock::new(),
+                context: ManuallyDrop::new(context),
+            }),
+        })
+    }
+
+    /// The context, for cudarc's own calls.
+    #[must_use]
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.inner.context
+    }
+
+    /// The context's handle, to give to libraries. Good as long as the device lives.
+    #[must_use]
+    pub fn raw_context(&self) -> sys::CUcontext {
+        self.inner.raw.0
+    }
+
+    /// The compute capability: major, minor.
+    #[must_use]
+    pub fn compute_capability(&self) -> (u32, u32) {
+        self.inner.arch
+    }
+
+    /// What the device holds.
+    #[must_use]
+    pub fn counts(&self) -> CudaCounts {
+        let (mapped_bytes, mapped_ranges, reserved_ranges) = lock(&self.inner.books).counts();
+        CudaCounts {
+            mapped_bytes,
+            mapped_ranges,
+            reserved_ranges,
+        }
+    }
+
+    /// A stream of cudarc's as one of this device's; it is kept alive. The default stream is the default stream.
+    ///
+    /// # Errors
+    /// [`Code::InvalidValue`] for a stream of another context; the driver's.
+    pub fn stream_from_cudarc(
+        &self,
+        stream: Arc<cudarc::driver::CudaStream>,
+    ) -> Result<CudaStream> {
+        self.inner.prepare_gather();
+        stream::from_cudarc(&self.inner, stream)
+    }
+
+    /// A stream of the caller's as one of this device's. Asked for the same stream again, it is the same stream, with the same number.
+    ///
+    /// # Errors
+    /// As [`stream_from_cudarc`](CudaDevice::stream_from_cudarc); also for `CU_STREAM_PER_THREAD`.
+    ///
+    /// # Safety
+    /// `raw` is a stream, and is not destroyed before the last clone of what this returns.
+    pub unsafe fn stream_from_raw(&self, raw: sys::CUstream) -> Result<CudaStream> {
+        self.inner.prepare_gather();
+        // SAFETY: the caller's promise.
+        unsafe { stream::from_raw(&self.inner, raw) }
+    }
+
+    /// A kernel in PTX. The same text is loaded once.
+    ///
+    /// # Errors
+    /// [`Code::InvalidValue`] for what is no PTX; the driver's, with what its compiler said.
+    pub fn load_ptx(&self, ptx: &[u8], name: &str) -> Result<CudaFunction> {
+        let wrong = |why: &str| {
+            let detail = format!("the module of {name} {why}");
+            DeviceError::new(Call::Load, Code::InvalidValue, detail)
+        };
+        let text = ptx.strip_suffix(b"\0").unwrap_or(ptx);
+        // The driver tells the forms of a module apart by its first bytes, and takes anything else for text.
+        if !std::str::from_utf8(text).is_ok_and(|text| text.contains(".version")) {
+            return Err(wrong(
+                "is no PTX text; machine code is loaded with load_image",
+            ));
+        }
+        if text.contains(&0) {
+            return Err(wrong("has a zero byte inside"));
+        }
+        self.load_origin(&Origin::Image(text.into()), name)
+    }
+
+    /// A kernel in machine code: a cubin or a fatbinary. The same image is loaded once.
+    ///
+    /// # Errors
+    /// The driver's, for example where the image is for another kind of device.
+    ///
+    /// # Safety
+    /// `image` is a whole cubin or fatbinary: the driver is not told its size, and reads as far as its headers say.
+    pub unsafe fn load_image(&self, image: &[u8], name: &str) -> Result<CudaFunction> {
+        self.load_origin(&Origin::Image(image.into()), name)
+    }
+
+    fn load_origin(&self, origin: &Origin, name: &str) -> Result<CudaFunction> {
+        Ok(CudaFunction {
+            function: self.inner.load_from(origin, name)?,
+            device: self.inner.clone(),
+        })
+    }
+}
+
+/// This thread's current context, made current again at the end.
+struct Before {
+    driver: &'static Driver,
+    context: sys::CUcontext,
+}
+
+impl Before {
+    fn of(driver: &'static Driver) -> Result<Self, CudaUnavailable> {
+        let mut context = ptr::null_mut();
+        // SAFETY: the pointer is to a live local.
+        match unsafe { (driver.cuCtxGetCurrent)(&raw mut context) } {
+            SUCCESS => Ok(Before { driver, context }),
+            code => Err(CudaUnavailable::failed(driver, "cuCtxGetCurrent", code)),
+        }
+    }
+}
+
+impl Drop for Before {
+    fn drop(&mut self) {
+        // SAFETY: it was this thread's current context, or null: none.
+        unsafe { (self.driver.cuCtxSetCurrent)(self.context) };
+    }
+}
+
+fn attribute(
+    driver: &Driver,
+    device: sys::CUdevice,
+    which: sys::CUdevice_attribute,
+) -> Result<i32, CudaUnavailable> {
+    let mut value = 0;
+    // SAFETY: the pointer is to a live local.
+    match unsafe { (driver.cuDeviceGetAttribute)(&raw mut value, which, device) } {
+        SUCCESS => Ok(value),
+        code => Err(CudaUnavailable::failed(
+            driver,
+            "cuDeviceGetAttribute",
+            code,
+        )),
+    }
+}
+
+fn name(driver: &Driver, device: sys::CUdevice) -> Result<String, CudaUnavailable> {
+    let mut name: [c_char; 128] = [0; 128];
+    // SAFETY: the buffer has the size that is said; the last byte is not told of, so that it stays zero.
+    let code = unsafe { (driver.cuDeviceGetName)(name.as_mut_ptr(), 127, device) };
+    if code != SUCCESS {
+        return Err(CudaUnavailable::failed(driver, "cuDeviceGetName", code));
+    }
+    // SAFETY: the buffer ends with a zero and is live.
+    Ok(unsafe { CStr::from_ptr(name.as_ptr()) }
+        .to_string_lossy()
+        .into_owned())
+}

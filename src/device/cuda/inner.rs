@@ -1,0 +1,191 @@
+//! What all handles of a CUDA device share, and how every call is made: the context current, the code read, a loss remembered.
+
+use std::mem::ManuallyDrop;
+use std::ptr;
+use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use cudarc::driver::{CudaContext, sys};
+
+use super::codes;
+use super::driver::{Driver, SUCCESS};
+use super::gather::GatherKernels;
+use super::memory::Books;
+use super::module::Modules;
+use super::stream::Wrapped;
+use crate::device::{Call, Code, DeviceError, Result};
+
+/// A value of the driver's that threads may share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shared<T>(pub(super) T);
+// SAFETY: it is only made of the driver's handles, which are names: the driver may be called with them from any thread. What
+// the driver does not serialise itself (graphs, executables) lies behind a lock.
+unsafe impl<T> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Shared<T> {}
+
+/// One device.
+pub(super) struct Inner {
+    pub(super) driver: &'static Driver,
+    pub(super) context: ManuallyDrop<Arc<CudaContext>>,
+    /// The context's handle.
+    pub(super) raw: Shared<sys::CUcontext>,
+    pub(super) ordinal: i32,
+    pub(super) name: String,
+    /// The compute capability: major, minor.
+    pub(super) arch: (u32, u32),
+    pub(super) granularity: u64,
+    /// What a chunk of physical memory is like.
+    pub(super) chunk: Shared<sys::CUmemAllocationProp>,
+    /// Whether the device reads pageable memory itself, so that a copy from there may still be reading when its call returns.
+    pub(super) reads_pageable: bool,
+    pub(super) next_stream: AtomicU32,
+    pub(super) books: Mutex<Books>,
+    pub(super) modules: Mutex<Modules>,
+    pub(super) wrapped: Mutex<Wrapped>,
+    pub(super) gather: OnceLock<GatherKernels>,
+    /// The captures underway that have their gather, by the driver's number.
+    pub(super) gathered: Mutex<Vec<u64>>,
+    /// How the context was lost.
+    pub(super) lost: OnceLock<(Call, Code)>,
+}
+
+/// While it lives, the device's context is this thread's current one; then the caller's is again.
+pub(super) struct Current<'a> {
+    driver: &'a Driver,
+    before: Option<sys::CUcontext>,
+}
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        if let Some(before) = self.before {
+            // SAFETY: it was this thread's current context (or null: none) when the call began.
+            unsafe { (self.driver.cuCtxSetCurrent)(before) };
+        }
+    }
+}
+
+/// While it lives, this thread may make calls that captures of other streams would mind.
+pub(super) struct Relaxed<'a> {
+    driver: &'a Driver,
+    before: u32,
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the pointer is to a live number of the enum's size, one that the driver itself gave.
+        unsafe { (self.driver.cuThreadExchangeStreamCaptureMode)((&raw mut self.before).cast()) };
+    }
+}
+
+impl Inner {
+    /// Begins a call: refused if the context is lost.
+    pub(super) fn enter(&self, call: Call) -> Result<Current<'_>> {
+        match self.lost.get() {
+            None => self.current(call),
+            Some(lost) => Err(self.lost_error(call, *lost)),
+        }
+    }
+
+    /// Begins a call that also a lost context admits: those that take down. Two driver calls fewer where the context is current.
+    pub(super) fn current(&self, call: Call) -> Result<Current<'_>> {
+        let mut now = ptr::null_mut();
+        // SAFETY: the pointer is to a live local.
+        let code = unsafe { (self.driver.cuCtxGetCurrent)(&raw mut now) };
+        self.check(call, code, || "which context is current".into())?;
+        if now == self.raw.0 {
+            return Ok(Current {
+                driver: self.driver,
+                before: None,
+            });
+        }
+        // SAFETY: the context lives as long as `self`.
+        let code = unsafe { (self.driver.cuCtxSetCurrent)(self.raw.0) };
+        self.check(call, code, || "to make the context current".into())?;
+        Ok(Current {
+            driver: self.driver,
+            before: Some(now),
+        })
+    }
+
+    /// Exchanges this thread's capture mode for the relaxed one.
+    pub(super) fn relax(&self, call: Call) -> Result<Relaxed<'_>> {
+        let mut mode: u32 = 2; // CU_STREAM_CAPTURE_MODE_RELAXED
+        // SAFETY: the pointer is to a live number of the enum's size; it is read as a number, whatever the driver writes.
+        let code =
+            unsafe { (self.driver.cuThreadExchangeStreamCaptureMode)((&raw mut mode).cast()) };
+        self.check(call, code, || "to relax this thread's capture mode".into())?;
+        Ok(Relaxed {
+            driver: self.driver,
+            before: mode,
+        })
+    }
+
+    /// Reads a call's code. `asked` says what was asked for.
+    pub(super) fn check(
+        &self,
+        call: Call,
+        code: u32,
+        asked: impl FnOnce() -> String,
+    ) -> Result<()> {
+        if code == SUCCESS {
+            return Ok(());
+        }
+        Err(self.error(call, code, &asked()))
+    }
+
+    /// The same for what takes down: on a lost context the books are kept whatever the driver says.
+    pub(super) fn check_unless_lost(
+        &self,
+        call: Call,
+        code: u32,
+        asked: impl FnOnce() -> String,
+    ) -> Result<()> {
+        if code == SUCCESS || self.lost.get().is_some() || codes::ends_context(code) {
+            return Ok(());
+        }
+        Err(self.error(call, code, &asked()))
+    }
+
+    #[cold]
+    fn error(&self, call: Call, number: u32, asked: &str) -> DeviceError {
+        let code = codes::code(number);
+        let text = codes::text(self.driver, number);
+        let mut detail = format!("{asked}: {text}");
+        if codes::ends_context(number) {
+            let (by, _) = self.lost.get_or_init(|| (call, code));
+            tracing::error!(?by, ?code, "a CUDA context is lost");
+            detail.push_str("; the context is lost, and every later call of this device fails");
+        }
+        DeviceError::new(call, code, detail)
+    }
+
+    #[cold]
+    fn lost_error(&self, call: Call, (by, code): (Call, Code)) -> DeviceError {
+        let detail = format!(
+            "the context of device {} was lost ({by:?} reported it); memory can be taken down, nothing else",
+            self.ordinal
+        );
+        DeviceError::new(call, code, detail)
+    }
+}
+
+impl Drop for Inner {
+    /// The last handle is gone: memory and kernels are given back, then the context.
+    fn drop(&mut self) {
+        if let Ok(_current) = self.current(Call::Driver("drop")) {
+            self.give_back_memory();
+            self.unload_modules();
+        }
+        let mut before = ptr::null_mut();
+        // SAFETY: the pointer is to a live local.
+        let code = unsafe { (self.driver.cuCtxGetCurrent)(&raw mut before) };
+        // SAFETY: taken once, here.
+        drop(unsafe { ManuallyDrop::take(&mut self.context) });
+        // cudarc makes a context current before it gives it up, and leaves it so.
+        if code == SUCCESS && before != self.raw.0 {
+            // SAFETY: it was current just now, and is not the one that was given up.
+            unsafe { (self.driver.cuCtxSetCurrent)(before) };
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! Memory: addresses are reserved, physical chunks are created and mapped under them.
+//!
+//! The books say what is reserved and what is mapped where, and with which handle, so that a wrong call is refused with words before
+//! the driver is asked, and everything can be given back at the end. All of it is legal during a capture.
+
+use std::collections::BTreeMap;
+use std::mem::MaybeUninit;
+use std::ptr;
+
+use cudarc::driver::sys;
+
+use super::driver::SUCCESS;
+use super::inner::Inner;
+use crate::device::{Call, Code, DeviceError, DevicePtr, Result};
+use crate::sync::lock;
+
+/// What a device has reserved and mapped.
+#[derive(Debug, Default)]
+pub(super) struct Books {
+    /// Start to bytes.
+    reserved: BTreeMap<u64, u64>,
+    mapped: BTreeMap<u64, Mapping>,
+}
+
+/// One call of `map`.
+#[derive(Clone, Copy, Debug)]
+struct Mapping {
+    bytes: u64,
+    /// The physical chunk. It is kept so that it can be exported.
+    handle: sys::CUmemGenericAllocationHandle,
+}
+
+impl Books {
+    /// Whether a fresh chunk may be mapped there.
+    fn may_map(&self, ptr: u64, bytes: u64) -> Result<(), String> {
+        let inside = |(start, size): (&u64, &u64)| ptr - start + bytes <= *size;
+        if !self.reserved.range(..=ptr).next_back().is_some_and(inside) {
+            return Err("the range is not within one reservation".into());
+        }
+        self.nothing_mapped(ptr, bytes)
+    }
+
+    /// Whether exactly this range was reserved, and has no memory.
+    fn may_release(&self, ptr: u64, bytes: u64) -> Result<(), String> {
+        if self.reserved.get(&ptr) != Some(&bytes) {
+            return Err("no reservation begins there and is of this size".into());
+        }
+        self.nothing_mapped(ptr, bytes)
+    }
+
+    /// The chunk that one call mapped there.
+    fn mapping(&self, ptr: u64, bytes: u64) -> Result<Mapping, String> {
+        match self.mapped.get(&ptr) {
+            Some(mapping) if mapping.bytes == bytes => Ok(*mapping),
+            Some(mapping) => Err(format!(
+                "{} B were mapped there by one call, and are unmapped together",
+                mapping.bytes
+            )),
+            None => Err("nothing was mapped there".into()),
+        }
+    }
+
+    fn nothing_mapped(&self, ptr: u64, bytes: u64) -> Result<(), String> {
+        match self.mapped.range(..ptr + bytes).next_back() {
+            Some((&start, mapping)) if start + mapping.bytes > ptr => Err(format!(
+                "{} B are mapped at {:?} already",
+                mapping.bytes,
+                DevicePtr(start)
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// Mapped bytes, mapped ranges, reserved ranges.
+    pub(super) fn counts(&self) -> (u64, usize, usize) {
+        (
+            self.mapped.values().map(|mapping| mapping.bytes).sum(),
+            self.mapped.len(),
+            self.reserved.len(),
+        )
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.mapped.is_empty() && self.reserved.is_empty()
+    }
+}
+
+/// What a chunk of this device is like. `exportable` asks for a handle that can be sent to another process, which
+/// cannot be had afterwards.
+pub(super) fn properties(ordinal: i32, exportable: bool) -> sys::CUmemAllocationProp {
+    let mut prop = MaybeUninit::<sys::CUmemAllocationProp>::zeroed();
+    // SAFETY: zero is a value of every field (its enums have a variant of that number); the fields written are within the struct.
+    // A location is {kind, number}, both of 32 bits, in every version of the bindings; later ones call the number a union.
+    unsafe {
+        let raw = prop.as_mut_ptr();
+        (*raw).type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        if exportable {
+            let kind = (&raw mut (*raw).requestedHandleTypes).cast::<u32>();
+            *kind = 1; // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        }
+        *(&raw mut (*raw).location).cast() = location(ordinal);
+        prop.assume_init()
+    }
+}
+
+/// The memory of a device as a location: its kind (1: device) and number.
+fn location(ordinal: i32) -> [i32; 2] {
+    const {
+        assert!(size_of::<sys::CUmemLocation>() == 8 && align_of::<sys::CUmemLocation>() == 4);
+    }
+    [1, ordinal]
+}
+
+/// Read and write for the device.
+fn access(ordinal: i32) -> sys::CUmemAccessDesc {
+    let mut access = MaybeUninit::<sys::CUmemAccessDesc>::zeroed();
+    // SAFETY: as for the properties.
+    unsafe {
+        let raw = access.as_mut_ptr();
+        *(&raw mut (*raw).location).cast() = location(ordinal);
+        (*raw).flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        access.assume_init()
+    }
+}
+
+fn refused(call: Call, ptr: u64, bytes: u64, why: &str) -> DeviceError {
+    let detail = format!("{bytes} B at {:?}: {why}", DevicePtr(ptr));
+    DeviceError::new(call, Code::InvalidValue, detail)
+}
+
+impl Inner {
+    pub(super) fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
+        let call = Call::Reserve;
+        let _current = self.enter(call)?;
+        self.check_pages(call, 0, bytes)?;
+        let mut ptr = 0;
+        // SAFETY: the pointer is to a live local; the call asks for addresses and touches no memory.
+        let code =
+            unsafe { (self.driver.cuMemAddressReserve)(&raw mut ptr, bytes as usize, 0, 0, 0) };
+        self.check(call, code, || format!("{bytes} B of addresses"))?;
+        lock(&self.books).reserved.insert(ptr, bytes);
+        Ok(DevicePtr(ptr))
+    }
+
+    pub(super) fn release(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        let call = Call::Release;
+        let _current = self.current(call)?;
+        let mut books = lock(&self.books);
+        books
+            .may_release(ptr.0, bytes)
+            .map_err(|why| refused(call, ptr.0, bytes, &why))?;
+        // SAFETY: exactly this range was reserved by this device, and nothing is mapped there.
+        let code = unsafe { (self.driver.cuMemAddressFree)(ptr.0, bytes as usize) };
+        self.check_unless_lost(call, code, || format!("{bytes} B of addresses at {ptr:?}"))?;
+        books.reserved.remove(&ptr.0);
+        Ok(())
+    }
+
+    pub(super) fn map(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        let call = Call::Map;
+        let _current = self.enter(call)?;
+        self.check_pages(call, ptr.0, bytes)?;
+        let mut books = lock(&self.books);
+        books
+            .may_map(ptr.0, bytes)
+            .map_err(|why| refused(call, ptr.0, bytes, &why))?;
+        let handle = self.create_chunk(call, bytes)?;
+        if let Err(error) = self.map_chunk(call, ptr, bytes, handle) {
+            self.release_chunk(handle);
+            return Err(error);
+        }
+        books.mapped.insert(ptr.0, Mapping { bytes, handle });
+        Ok(())
+    }
+
+    pub(super) fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        let call = Call::Unmap;
+        let _current = self.current(call)?;
+        let mut books = lock(&self.books);
+        let mapping = books
+            .mapping(ptr.0, bytes)
+            .map_err(|why| refused(call, ptr.0, bytes, &why))?;
+        // SAFETY: exactly this range was mapped by one call. That no work in flight touches it is the caller's duty; work that
+        // does faults on the device.
+        let code = unsafe { (self.driver.cuMemUnmap)(ptr.0, bytes as usize) };
+        self.check_unless_lost(call, code, || format!("{bytes} B at {ptr:?}"))?;
+        books.mapped.remove(&ptr.0);
+        self.check_unless_lost(call, self.release_chunk(mapping.handle), || {
+            format!("the physical memory of {bytes} B at {ptr:?}, which are unmapped")
+        })
+    }
+
+    /// A physical chunk that is mapped nowhere.
+    fn create_chunk(&self, call: Call, bytes: u64) -> Result<sys::CUmemGenericAllocationHandle> {
+        let mut handle = 0;
+        // SAFETY: both pointers are to live values.
+        let code = unsafe {
+            (self.driver.cuMemCreate)(&raw mut handle, bytes as usize, &raw const self.chunk.0, 0)
+        };
+        self.check(call, code, || match self.free_and_total() {
+            Some((free, total)) => {
+                format!("{bytes} B of physical memory; {free} B of {total} B are free")
+            }
+            None => format!("{bytes} B of physical memory"),
+        })?;
+        Ok(handle)
+    }
+
+    /// Maps a chunk and makes it accessible; undoes the one if the other fails.
+    fn map_chunk(
+        &self,
+        call: Call,
+        ptr: DevicePtr,
+        bytes: u64,
+        handle: sys::CUmemGenericAllocationHandle,
+    ) -> Result<()> {
+        let size = bytes as usize;
+        // SAFETY: the range is reserved by this device and has no memory; the chunk is of its size.
+        let code = unsafe { (self.driver.cuMemMap)(ptr.0, size, 0, handle, 0) };
+        self.check(call, code, || format!("{bytes} B at {ptr:?}"))?;
+        let access = access(self.ordinal);
+        // SAFETY: the range was just mapped; the pointer is to one live descriptor.
+        let code = unsafe { (self.driver.cuMemSetAccess)(ptr.0, size, &raw const access, 1) };
+        let accessible = self.check(call, code, || format!("access to {bytes} B at {ptr:?}"));
+        if accessible.is_err() {
+            // SAFETY: it was mapped above, and nobody knows of it.
+            unsafe { (self.driver.cuMemUnmap)(ptr.0, size) };
+        }
+        accessible
+    }
+
+    fn release_chunk(&self, handle: sys::CUmemGenericAllocationHandle) -> u32 {
+        // SAFETY: the handle is one that `create_chunk` gave, and is in no book any more.
+        unsafe { (self.driver.cuMemRelease)(handle) }
+    }
+
+    /// Free and total physical memory, if the driver says.
+    fn free_and_total(&self) -> Option<(u64, u64)> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: the pointers are to live locals; the context is current.
+        let code = unsafe { (self.driver.cuMemGetInfo_v2)(&raw mut free, &raw mut total) };
+        (code == SUCCESS).then_some((free as u64, total as u64))
+    }
+
+    fn check_pages(&self, call: Call, ptr: u64, bytes: u64) -> Result<()> {
+        let page = self.granularity;
+        let sound = bytes > 0
+            && ptr.checked_add(bytes).is_some()
+            && ptr.is_multiple_of(page)
+            && bytes.is_multiple_of(page);
+        if sound {
+            return Ok(());
+        }
+        let why = format!("address and size must be multiples of {page} B, and the size not 0");
+        Err(refused(call, ptr, bytes, &why))
+    }
+
+    /// Gives everything back: for the device's end, when no handle is left. Where something is left, all work is waited for first.
+    pub(super) fn give_back_memory(&self) {
+        let mut books = lock(&self.books);
+        if books.is_empty() {
+            return;
+        }
+        tracing::debug!(
+            ranges = books.mapped.len(),
+            "a CUDA device ends with memory mapped; waiting for its work"
+        );
+        // SAFETY: no pointers; the context is current.
+        if unsafe { (self.driver.cuCtxSynchronize)() } != SUCCESS && self.lost.get().is_none() {
+            // Work may still touch it (a capture is underway, say): then it is better left mapped.
+            return;
+        }
+        for (ptr, mapping) in std::mem::take(&mut books.mapped) {
+            // SAFETY: mapped by one call, and all work has run, or the context is lost.
+            unsafe { (self.driver.cuMemUnmap)(ptr, mapping.bytes as usize) };
+            self.release_chunk(mapping.handle);
+        }
+        for (ptr, bytes) in std::mem::take(&mut books.reserved) {
+            // SAFETY: reserved by this device, and nothing is mapped there any more.
+            unsafe { (self.driver.cuMemAddressFree)(ptr, bytes as usize) };
+        }
+    }
+
+    /// What sizes and addresses are multiples of.
+    pub(super) fn ask_granularity(
+        driver: &super::driver::Driver,
+        prop: &sys::CUmemAllocationProp,
+    ) -> Result<u64, u32> {
+        let mut granularity = 0;
+        let minimum = sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        // SAFETY: both pointers are to live values.
+        let code = unsafe {
+            (driver.cuMemGetAllocationGranularity)(
+                &raw mut granularity,
+                ptr::from_ref(prop),
+                minimum,
+            )
+        };
+        match code {
+            SUCCESS => Ok(granularity as u64),
+            code => Err(code),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_books_refuse_what_does_not_fit() {
+        let mut books = Books::default();
+        books.reserved.insert(100, 40);
+        books.reserved.insert(140, 20);
+        let mapping = Mapping {
+            bytes: 10,
+            handle: 7,
+        };
+        books.mapped.insert(110, mapping);
+        assert!(books.may_map(100, 10).is_ok() && books.may_map(120, 20).is_ok());
+        // Below, across two reservations, beyond, onto something.
+        for (ptr, bytes) in [
+            (90, 10),
+            (130, 20),
+            (150, 20),
+            (105, 10),
+            (110, 5),
+            (100, 40),
+        ] {
+            assert!(books.may_map(ptr, bytes).is_err(), "{ptr}+{bytes}");
+        }
+        assert!(books.may_release(140, 20).is_ok());
+        assert!(books.may_release(100, 40).is_err() && books.may_release(140, 10).is_err());
+        assert_eq!(books.mapping(110, 10).unwrap().handle, 7);
+        assert!(books.mapping(110, 5).is_err() && books.mapping(100, 10).is_err());
+        assert_eq!(books.counts(), (10, 1, 2));
+    }
+
+    #[test]
+    fn a_chunk_is_the_devices_own() {
+        let prop = properties(3, true);
+        // SAFETY: every byte of it was written or zeroed.
+        let words: [u32; 4] = unsafe { ptr::from_ref(&prop).cast::<[u32; 4]>().read() };
+        assert_eq!(words, [1, 1, 1, 3]); // pinned, file descriptor, device, number
+        // SAFETY: as above.
+        let words: [u32; 3] = unsafe { ptr::from_ref(&access(3)).cast::<[u32; 3]>().read() };
+        assert_eq!(words, [1, 3, 3]); // device, number, read and write
+    }
+}

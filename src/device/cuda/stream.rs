@@ -1,0 +1,278 @@
+//! Streams and events: the device's own, and streams of the caller's.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ptr;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+
+use cudarc::driver::sys;
+
+use super::driver::SUCCESS;
+use super::inner::{Inner, Shared};
+use crate::device::{Call, CaptureStatus, Code, DeviceError, Result};
+use crate::sync::lock;
+
+/// The caller's streams that handles exist for, by the driver's handle: the same stream has one number.
+pub(super) type Wrapped = HashMap<usize, Weak<Handle>>;
+
+/// A stream of a [`CudaDevice`](super::CudaDevice). Clones are the same stream; a stream that the device made is destroyed with the
+/// last of them, after what is enqueued has run (nobody waits for that).
+#[derive(Clone)]
+pub struct CudaStream(pub(super) Arc<Handle>);
+
+pub(super) struct Handle {
+    pub(super) device: Arc<Inner>,
+    pub(super) raw: Shared<sys::CUstream>,
+    pub(super) id: u32,
+    owner: Owner,
+}
+
+/// Who destroys a stream.
+enum Owner {
+    Device,
+    /// The caller, or nobody (the default stream).
+    Other,
+    /// cudarc, when this goes.
+    Cudarc {
+        _stream: Arc<cudarc::driver::CudaStream>,
+    },
+}
+
+impl CudaStream {
+    /// The driver's handle, to give to libraries (cuBLAS and others). Good as long as a clone of this stream lives.
+    #[must_use]
+    pub fn raw(&self) -> sys::CUstream {
+        self.0.raw.0
+    }
+}
+
+impl PartialEq for CudaStream {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0.device, &other.0.device) && self.0.raw == other.0.raw
+    }
+}
+
+impl fmt::Debug for CudaStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaStream({})", self.0.id)
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if let Owner::Device = self.owner
+            && let Ok(_current) = self.device.current(Call::Driver("cuStreamDestroy"))
+        {
+            // SAFETY: the device made it, and this was its last handle. The driver lets what is enqueued run.
+            unsafe { (self.device.driver.cuStreamDestroy_v2)(self.raw.0) };
+        }
+    }
+}
+
+/// An event of a [`CudaDevice`](super::CudaDevice), without timing.
+pub struct CudaEvent {
+    pub(super) device: Arc<Inner>,
+    pub(super) raw: Shared<sys::CUevent>,
+}
+
+impl CudaEvent {
+    /// The driver's handle. Good as long as this event lives.
+    #[must_use]
+    pub fn raw(&self) -> sys::CUevent {
+        self.raw.0
+    }
+}
+
+impl fmt::Debug for CudaEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("CudaEvent")
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.device.current(Call::Driver("cuEventDestroy")) {
+            // SAFETY: the device made it, and nobody else has it. What waits for it goes on waiting.
+            unsafe { (self.device.driver.cuEventDestroy_v2)(self.raw.0) };
+        }
+    }
+}
+
+/// A number for a new stream.
+fn next_id(device: &Inner) -> u32 {
+    device.next_stream.fetch_add(1, Ordering::Relaxed)
+}
+
+fn handle(device: &Arc<Inner>, raw: sys::CUstream, id: u32, owner: Owner) -> Arc<Handle> {
+    Arc::new(Handle {
+        device: device.clone(),
+        raw: Shared(raw),
+        id,
+        owner,
+    })
+}
+
+/// The default stream.
+pub(super) fn legacy(device: &Arc<Inner>) -> CudaStream {
+    CudaStream(handle(device, ptr::null_mut(), 0, Owner::Other))
+}
+
+/// A stream of the device's own.
+pub(super) fn create(device: &Arc<Inner>) -> Result<CudaStream> {
+    let call = Call::CreateStream;
+    let _current = device.enter(call)?;
+    let mut raw = ptr::null_mut();
+    // SAFETY: the pointer is to a live local. 1 is CU_STREAM_NON_BLOCKING.
+    let code = unsafe { (device.driver.cuStreamCreate)(&raw mut raw, 1) };
+    device.check(call, code, || "a stream".into())?;
+    Ok(CudaStream(handle(
+        device,
+        raw,
+        next_id(device),
+        Owner::Device,
+    )))
+}
+
+/// A handle for a stream of cudarc's, which it keeps alive.
+pub(super) fn from_cudarc(
+    device: &Arc<Inner>,
+    stream: Arc<cudarc::driver::CudaStream>,
+) -> Result<CudaStream> {
+    let raw = stream.cu_stream();
+    // SAFETY: it lives as long as the handle, which owns a part of it.
+    unsafe { wrap(device, raw, || Owner::Cudarc { _stream: stream }) }
+}
+
+/// A handle for a stream that the caller destroys.
+///
+/// # Safety
+/// `raw` is a stream, and lives as long as any clone of the handle.
+pub(super) unsafe fn from_raw(device: &Arc<Inner>, raw: sys::CUstream) -> Result<CudaStream> {
+    // SAFETY: the caller's promise.
+    unsafe { wrap(device, raw, || Owner::Other) }
+}
+
+/// # Safety
+/// As for [`from_raw`].
+unsafe fn wrap(
+    device: &Arc<Inner>,
+    raw: sys::CUstream,
+    owner: impl FnOnce() -> Owner,
+) -> Result<CudaStream> {
+    let call = Call::Driver("cuStreamGetCtx");
+    let _current = device.enter(call)?;
+    let refuse = |why: &str| DeviceError::new(call, Code::InvalidValue, why);
+    match raw.addr() {
+        0 | 1 => return Ok(legacy(device)), // null, CU_STREAM_LEGACY
+        2 => {
+            let why = "CU_STREAM_PER_THREAD is a different stream on each thread; give one that is the same";
+            return Err(refuse(why));
+        }
+        _ => {}
+    }
+    let mut context = ptr::null_mut();
+    // SAFETY: the caller says that it is a stream; the pointer is to a live local.
+    let code = unsafe { (device.driver.cuStreamGetCtx)(raw, &raw mut context) };
+    device.check(call, code, || "the context of a stream".into())?;
+    if context != device.raw.0 {
+        return Err(refuse("the stream belongs to another context"));
+    }
+    let mut wrapped = lock(&device.wrapped);
+    if let Some(known) = wrapped.get(&raw.addr()).and_then(Weak::upgrade) {
+        // The caller keeps the stream alive as long as either handle: that of the first call will do.
+        return Ok(CudaStream(known));
+    }
+    wrapped.retain(|_, stream| stream.strong_count() > 0);
+    let new = handle(device, raw, next_id(device), owner());
+    wrapped.insert(raw.addr(), Arc::downgrade(&new));
+    Ok(CudaStream(new))
+}
+
+/// An event without timing.
+pub(super) fn create_event(device: &Arc<Inner>) -> Result<CudaEvent> {
+    let call = Call::CreateEvent;
+    let _current = device.enter(call)?;
+    let mut raw = ptr::null_mut();
+    // SAFETY: the pointer is to a live local. 2 is CU_EVENT_DISABLE_TIMING.
+    let code = unsafe { (device.driver.cuEventCreate)(&raw mut raw, 2) };
+    device.check(call, code, || "an event".into())?;
+    Ok(CudaEvent {
+        device: device.clone(),
+        raw: Shared(raw),
+    })
+}
+
+impl Inner {
+    /// Waits for a stream. The context is current.
+    pub(super) fn wait_for(&self, call: Call, stream: &Handle) -> Result<()> {
+        // SAFETY: the handle keeps the stream alive.
+        let code = unsafe { (self.driver.cuStreamSynchronize)(stream.raw.0) };
+        self.check(call, code, || format!("to wait for stream {}", stream.id))
+    }
+
+    /// Whether a stream captures. The context is current.
+    pub(super) fn status(&self, call: Call, stream: &Handle) -> Result<CaptureStatus> {
+        let mut status = 0_u32;
+        // SAFETY: the handle keeps the stream alive; the pointer is to a live number of the enum's size, and read as such.
+        let code =
+            unsafe { (self.driver.cuStreamIsCapturing)(stream.raw.0, (&raw mut status).cast()) };
+        self.check(call, code, || {
+            format!("whether stream {} captures", stream.id)
+        })?;
+        Ok(match status {
+            0 => CaptureStatus::None,
+            1 => CaptureStatus::Active,
+            _ => CaptureStatus::Invalidated,
+        })
+    }
+
+    /// The driver's number for the capture that a stream takes part in, if it is sound.
+    pub(super) fn capture_id(&self, stream: &Handle) -> Option<u64> {
+        let (mut status, mut id) = (0_u32, 0);
+        let none = ptr::null_mut;
+        // SAFETY: the handle keeps the stream alive; the first two pointers are to live locals of the right sizes, and the others
+        // may be null.
+        let code = unsafe {
+            (self.driver.cuStreamGetCaptureInfo_v3)(
+                stream.raw.0,
+                (&raw mut status).cast(),
+                &raw mut id,
+                none(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+            )
+        };
+        (code == SUCCESS && status == 1).then_some(id)
+    }
+
+    /// What an operation of zero bytes does: nothing, but on a broken capture it is refused like any other.
+    pub(super) fn nothing_to_do(&self, call: Call, stream: &Handle) -> Result<()> {
+        if self.status(call, stream)? == CaptureStatus::Invalidated {
+            let detail = format!("stream {} captures, and the capture is broken", stream.id);
+            return Err(DeviceError::new(
+                call,
+                Code::StreamCaptureInvalidated,
+                detail,
+            ));
+        }
+        Ok(())
+    }
+
+    /// Refuses host memory to a capturing stream, before the driver would take it.
+    pub(super) fn refuse_pageable(&self, call: Call, stream: &Handle) -> Result<()> {
+        if self.status(call, stream)? == CaptureStatus::None {
+            return Ok(());
+        }
+        let detail = format!(
+            "stream {} captures, and a graph cannot keep host memory alive; copy before or after the capture",
+            stream.id
+        );
+        Err(DeviceError::new(
+            call,
+            Code::StreamCaptureUnsupported,
+            detail,
+        ))
+    }
+}

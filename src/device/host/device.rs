@@ -1,0 +1,389 @@
+//! The device's trait, call by call: what is refused first, then what is done.
+
+use std::sync::Arc;
+
+use super::graph::Plan;
+use super::stream::{Entry, Record};
+use super::work::{Body, Work};
+use super::{HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream};
+use crate::device::{
+    Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
+    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
+};
+
+/// Refuses a range that two copies could not agree on.
+pub(super) fn check_copy(call: Call, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+    if dst.0.abs_diff(src.0) < bytes {
+        let detail = format!(
+            "{bytes} B are copied onto themselves, {} B further; source and target must not overlap",
+            dst.0.abs_diff(src.0)
+        );
+        return Err(DeviceError::new(call, Code::InvalidValue, detail));
+    }
+    Ok(())
+}
+
+impl Device for HostDevice {
+    type Stream = HostStream;
+    type Event = HostEvent;
+    type Function = HostFunction;
+    type Graph = HostGraph;
+    type Exec = HostExec;
+
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo {
+            name: "simulated".into(),
+            ordinal: 0,
+        }
+    }
+
+    fn memory_info(&self) -> Result<MemoryInfo> {
+        Ok(self.enter(Call::MemoryInfo)?.world.memory.info())
+    }
+
+    fn granularity(&self) -> u64 {
+        self.inner.granularity
+    }
+
+    fn reserve(&self, bytes: u64) -> Result<DevicePtr> {
+        self.enter(Call::Reserve)?
+            .world
+            .memory
+            .reserve(Call::Reserve, bytes)
+    }
+
+    fn release(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.lock(Call::Release)?
+            .world
+            .memory
+            .release(Call::Release, ptr, bytes)
+    }
+
+    fn map(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.enter(Call::Map)?
+            .world
+            .memory
+            .map(Call::Map, ptr, bytes, true)
+    }
+
+    fn manage(&self, ptr: DevicePtr, bytes: u64) {
+        if let Ok(mut state) = self.lock(Call::Driver("manage")) {
+            state.world.memory.mark(ptr, bytes, Mark::Dead, u32::MAX);
+        }
+    }
+
+    fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()> {
+        self.lock(Call::Unmap)?
+            .world
+            .memory
+            .unmap(Call::Unmap, ptr, bytes)
+    }
+
+    /// Marks on a device that a fault stopped, and on a stream whose capture is broken, are lost with everything else there.
+    /// A mark that is run when something else has been mapped at its range since leaves that alone; captured ones do not ask.
+    fn mark(&self, stream: &HostStream, ptr: DevicePtr, bytes: u64, mark: Mark) {
+        let call = Call::Driver("mark");
+        if let Ok((mut state, key)) = self.enter_on(call, stream)
+            && bytes > 0
+        {
+            let captured = state.streams[key].joined.is_some();
+            let before = if captured {
+                u32::MAX
+            } else {
+                state.world.memory.mappings()
+            };
+            let _ = state.submit(
+                call,
+                key,
+                Work::Mark {
+                    ptr,
+                    bytes,
+                    mark,
+                    before,
+                },
+            );
+        }
+    }
+
+    fn create_stream(&self) -> Result<HostStream> {
+        self.new_stream(Call::CreateStream, false)
+    }
+
+    fn default_stream(&self) -> HostStream {
+        self.stream_handle(self.inner.default_stream, 0)
+    }
+
+    fn stream_id(&self, stream: &HostStream) -> u32 {
+        stream.0.id
+    }
+
+    fn synchronize(&self, stream: &HostStream) -> Result<()> {
+        let call = Call::Synchronize;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.refuse_capturing(call, key, "a capturing stream cannot be waited for")?;
+        state.refuse_unsafe(call)?;
+        let end = state.end_of(key);
+        state.run_until(call, |state| state.reached(end))
+    }
+
+    fn synchronize_device(&self) -> Result<()> {
+        let call = Call::SynchronizeDevice;
+        let mut state = self.enter(call)?;
+        state.refuse_any_capture(call)?;
+        state.run_until(call, |state| state.busy.is_empty())
+    }
+
+    fn query(&self, stream: &HostStream) -> Result<bool> {
+        let call = Call::Query;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.refuse_capturing(call, key, "a capturing stream cannot be asked")?;
+        state.refuse_unsafe(call)?;
+        let end = state.end_of(key);
+        state.poll(call, |state| state.reached(end))
+    }
+
+    fn create_event(&self) -> Result<HostEvent> {
+        let key = self.enter(Call::CreateEvent)?.events.insert(Record::Never);
+        Ok(HostEvent {
+            device: self.inner.clone(),
+            key,
+        })
+    }
+
+    fn record(&self, event: &HostEvent, stream: &HostStream) -> Result<()> {
+        let call = Call::Record;
+        self.check_ours(call, "event", &event.device)?;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        let record = match state.captured_record(call, key)? {
+            Some(captured) => captured,
+            None => Record::Point(state.end_of(key)),
+        };
+        state.events[event.key] = record;
+        Ok(())
+    }
+
+    fn wait(&self, stream: &HostStream, event: &HostEvent) -> Result<()> {
+        let call = Call::Wait;
+        self.check_ours(call, "event", &event.device)?;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        let record = state.events[event.key].clone();
+        if !state.wait_captured(call, key, &record)?
+            && let Record::Point(point) = record
+        {
+            state.refuse_capturing(call, key, "the event was recorded outside of the capture")?;
+            state.enqueue(key, Entry::Wait(point));
+        }
+        Ok(())
+    }
+
+    fn query_event(&self, event: &HostEvent) -> Result<bool> {
+        let call = Call::QueryEvent;
+        let (mut state, record) = self.enter_event(call, event)?;
+        let Record::Point(point) = record else {
+            return Ok(true);
+        };
+        state.poll(call, |state| state.reached(point))
+    }
+
+    fn synchronize_event(&self, event: &HostEvent) -> Result<()> {
+        let call = Call::SynchronizeEvent;
+        let (mut state, record) = self.enter_event(call, event)?;
+        let Record::Point(point) = record else {
+            return Ok(());
+        };
+        state.run_until(call, |state| state.reached(point))
+    }
+
+    fn load(&self, kernel: &Kernel) -> Result<HostFunction> {
+        let call = Call::Load;
+        let Some(run) = &kernel.host else {
+            let detail = format!(
+                "the kernel {} has no body for the simulated device; give it one with Kernel::host",
+                kernel.name
+            );
+            return Err(DeviceError::new(call, Code::NotFound, detail));
+        };
+        let mut state = self.enter(call)?;
+        let key = (
+            kernel.name.to_string(),
+            Arc::as_ptr(run).cast::<()>().addr(),
+        );
+        let body = || {
+            Arc::new(Body {
+                name: kernel.name.to_string(),
+                run: run.clone(),
+            })
+        };
+        Ok(HostFunction(
+            state.bodies.entry(key).or_insert_with(body).clone(),
+        ))
+    }
+
+    fn launch(
+        &self,
+        stream: &HostStream,
+        function: &HostFunction,
+        config: LaunchConfig,
+        args: &[KernelArg],
+    ) -> Result<()> {
+        let call = Call::Launch;
+        if config.grid.contains(&0) || config.block.contains(&0) {
+            let detail = format!(
+                "{} is launched with {config:?}; no extent may be 0",
+                function.0.name
+            );
+            return Err(DeviceError::new(call, Code::InvalidValue, detail));
+        }
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.submit(
+            call,
+            key,
+            Work::Kernel {
+                body: function.0.clone(),
+                config,
+                args: args.into(),
+            },
+        )?;
+        state.accepted.launches += 1;
+        Ok(())
+    }
+
+    fn copy(&self, stream: &HostStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::Copy, stream)?;
+        check_copy(Call::Copy, dst, src, bytes)?;
+        if bytes == 0 {
+            return state.admit(Call::Copy, key).map(drop);
+        }
+        state.submit(Call::Copy, key, Work::Copy { dst, src, bytes })
+    }
+
+    fn fill(&self, stream: &HostStream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::Fill, stream)?;
+        if bytes == 0 {
+            return state.admit(Call::Fill, key).map(drop);
+        }
+        state.submit(Call::Fill, key, Work::Fill { dst, value, bytes })
+    }
+
+    fn write(&self, stream: &HostStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::Write, stream)?;
+        state.refuse_pageable(Call::Write, key)?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        state.submit(
+            Call::Write,
+            key,
+            Work::Write {
+                dst,
+                src: src.into(),
+            },
+        )
+    }
+
+    fn read(&self, stream: &HostStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
+        let call = Call::Read;
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.refuse_pageable(call, key)?;
+        state.refuse_unsafe(call)?;
+        if !dst.is_empty() {
+            state.submit(
+                call,
+                key,
+                Work::Read {
+                    src,
+                    bytes: dst.len(),
+                },
+            )?;
+        }
+        let end = state.end_of(key);
+        state.run_until(call, |state| state.reached(end))?;
+        if !dst.is_empty() {
+            dst.copy_from_slice(&state.world.read_back);
+        }
+        Ok(())
+    }
+
+    fn gather(
+        &self,
+        stream: &HostStream,
+        slots: &[GatherSlot],
+        sources: &[DevicePtr],
+    ) -> Result<()> {
+        let call = Call::Gather;
+        if slots.len() != sources.len() {
+            let detail = format!(
+                "{} sources are given for {} slots; give one for each",
+                sources.len(),
+                slots.len()
+            );
+            return Err(DeviceError::new(call, Code::InvalidValue, detail));
+        }
+        let (mut state, key) = self.enter_on(call, stream)?;
+        let capture = state.admit(call, key)?;
+        if slots.is_empty() {
+            return Ok(());
+        }
+        if let Some(capture) = capture {
+            state.claim_gather(call, capture)?;
+        }
+        state.submit(
+            call,
+            key,
+            Work::Gather {
+                slots: slots.into(),
+                sources: sources.into(),
+            },
+        )
+    }
+
+    fn begin_capture(&self, stream: &HostStream, mode: CaptureMode) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::BeginCapture, stream)?;
+        state.begin_capture(key, mode)
+    }
+
+    fn capture_status(&self, stream: &HostStream) -> Result<CaptureStatus> {
+        self.check_ours(Call::CaptureStatus, "stream", &stream.0.device)?;
+        self.lock(Call::CaptureStatus)?.capture_status(stream.0.key)
+    }
+
+    fn end_capture(&self, stream: &HostStream) -> Result<HostGraph> {
+        self.check_ours(Call::EndCapture, "stream", &stream.0.device)?;
+        let template = self.lock(Call::EndCapture)?.end_capture(stream.0.key)?;
+        Ok(HostGraph {
+            device: self.inner.clone(),
+            template,
+        })
+    }
+
+    fn graph_info(&self, graph: &HostGraph) -> Result<GraphInfo> {
+        Ok(graph.template.info())
+    }
+
+    fn instantiate(&self, graph: &HostGraph) -> Result<HostExec> {
+        let call = Call::Instantiate;
+        self.check_ours(call, "graph", &graph.device)?;
+        let mut state = self.enter(call)?;
+        state.refuse_unsafe(call)?;
+        if !graph.template.claim() {
+            let detail = "a graph with memory nodes can be made executable once, and it has been";
+            return Err(DeviceError::new(call, Code::NotSupported, detail));
+        }
+        let key = state.execs.insert(Arc::new(Plan::new(&graph.template)));
+        Ok(HostExec {
+            device: self.inner.clone(),
+            key,
+        })
+    }
+
+    fn launch_graph(
+        &self,
+        exec: &HostExec,
+        stream: &HostStream,
+        sources: &[DevicePtr],
+    ) -> Result<()> {
+        let (mut state, key) = self.enter_on(Call::LaunchGraph, stream)?;
+        self.check_ours(Call::LaunchGraph, "executable", &exec.device)?;
+        state.launch(Call::LaunchGraph, exec.key, key, sources)
+    }
+}

@@ -1,0 +1,235 @@
+//! Which calls are refused while a capture is underway, with which code, and which refusal breaks the capture.
+//!
+//! The rules are those that the driver of an H200 gave (driver 580, CUDA 13.0), code for code. Refusals that were not
+//! measured follow CUDA's documentation.
+
+use std::thread;
+
+use super::capture::{Capture, Joined};
+use super::state::State;
+use super::stream::{CaptureKey, Frontier, Record, StreamKey};
+use crate::device::{Call, CaptureMode, Code, DeviceError, Result};
+
+impl State {
+    /// Breaks a capture, and says so.
+    pub(super) fn invalidate(
+        &mut self,
+        capture: CaptureKey,
+        call: Call,
+        code: Code,
+        why: &str,
+    ) -> DeviceError {
+        let detail = match self.captures.get_mut(capture) {
+            None => why.to_owned(),
+            Some(underway) => {
+                underway.broken_by.get_or_insert(call);
+                let origin = underway.origin;
+                format!(
+                    "{why}; the capture on {} is invalid now and must be ended",
+                    self.stream_name(origin)
+                )
+            }
+        };
+        DeviceError::new(call, code, detail)
+    }
+
+    /// The capture a stream takes part in, refused where it is broken.
+    pub(super) fn valid_capture(&self, call: Call, key: StreamKey) -> Result<Option<CaptureKey>> {
+        let Some(joined) = &self.streams[key].joined else {
+            return Ok(None);
+        };
+        match self.captures[joined.capture].broken_by {
+            None => Ok(Some(joined.capture)),
+            Some(by) => {
+                let detail = format!(
+                    "the capture on {} was broken by {by:?}; end it",
+                    self.stream_name(key)
+                );
+                Err(DeviceError::new(
+                    call,
+                    Code::StreamCaptureInvalidated,
+                    detail,
+                ))
+            }
+        }
+    }
+
+    /// Work for a stream: the capture it goes into, or none.
+    pub(super) fn admit(&mut self, call: Call, key: StreamKey) -> Result<Option<CaptureKey>> {
+        let capture = self.valid_capture(call, key)?;
+        if capture.is_none() && !self.captures.is_empty() {
+            self.refuse_implicit(call, key)?;
+        }
+        Ok(capture)
+    }
+
+    /// The default stream orders itself with blocking streams, so it may not be used while one of them captures.
+    pub(super) fn refuse_implicit(&mut self, call: Call, key: StreamKey) -> Result<()> {
+        if key == self.default_stream
+            && let Some(capture) = self.blocking_capture()
+        {
+            let why = "the default stream would wait for a blocking stream that captures";
+            return Err(self.invalidate(capture, call, Code::StreamCaptureImplicit, why));
+        }
+        Ok(())
+    }
+
+    pub(super) fn blocking_capture(&self) -> Option<CaptureKey> {
+        let blocking = |c: &Capture| c.streams.iter().any(|&s| self.streams[s].blocking);
+        self.captures
+            .iter()
+            .find(|(_, c)| blocking(c))
+            .map(|(key, _)| key)
+    }
+
+    /// A call that a capturing stream does not take, and that breaks its capture.
+    pub(super) fn refuse_capturing(&mut self, call: Call, key: StreamKey, why: &str) -> Result<()> {
+        match self.admit(call, key)? {
+            None => Ok(()),
+            Some(capture) => {
+                Err(self.invalidate(capture, call, Code::StreamCaptureUnsupported, why))
+            }
+        }
+    }
+
+    /// A copy from or to pageable memory: refused on a capturing stream, whose capture is left alone.
+    pub(super) fn refuse_pageable(&mut self, call: Call, key: StreamKey) -> Result<()> {
+        if self.streams[key].joined.is_none() {
+            return self.refuse_implicit(call, key);
+        }
+        let detail = format!(
+            "{} captures, and a graph cannot keep host memory alive; copy before or after the capture",
+            self.stream_name(key)
+        );
+        Err(DeviceError::new(
+            call,
+            Code::StreamCaptureUnsupported,
+            detail,
+        ))
+    }
+
+    /// A call that may not be made while a capture is underway that minds it: one that this thread began in another mode than
+    /// the relaxed, or any thread in the global mode. A thread that exchanged its mode minds less.
+    pub(super) fn refuse_unsafe(&mut self, call: Call) -> Result<()> {
+        if self.captures.is_empty() {
+            return Ok(());
+        }
+        let here = thread::current().id();
+        let mode = self
+            .thread_modes
+            .get(&here)
+            .copied()
+            .unwrap_or(CaptureMode::Global);
+        let minds = |c: &Capture| match (mode, c.mode) {
+            (CaptureMode::Relaxed, _) | (_, CaptureMode::Relaxed) => false,
+            (CaptureMode::Global, CaptureMode::Global) => true,
+            _ => c.owner == here,
+        };
+        let minding: Vec<CaptureKey> = self
+            .captures
+            .iter()
+            .filter(|(_, c)| minds(c))
+            .map(|(key, _)| key)
+            .collect();
+        let why = "the call is not allowed while a capture is underway in this mode";
+        let refused = minding
+            .into_iter()
+            .map(|c| self.invalidate(c, call, Code::StreamCaptureUnsupported, why));
+        refused.last().map_or(Ok(()), Err)
+    }
+
+    /// A call that waits for every stream: refused in every mode.
+    pub(super) fn refuse_any_capture(&mut self, call: Call) -> Result<()> {
+        let all: Vec<CaptureKey> = self.captures.keys().collect();
+        let why = "the call waits for all streams, and one captures";
+        let refused = all
+            .into_iter()
+            .map(|c| self.invalidate(c, call, Code::StreamCaptureUnsupported, why));
+        refused.last().map_or(Ok(()), Err)
+    }
+
+    // ---- events ---------------------------------------------------------------------------------
+
+    /// What an event stands for once its stream captures; `None` outside a capture.
+    pub(super) fn captured_record(&mut self, call: Call, key: StreamKey) -> Result<Option<Record>> {
+        let capture = self.admit(call, key)?;
+        let after = self.streams[key]
+            .joined
+            .as_ref()
+            .map(|joined| joined.after.clone())
+            .unwrap_or_default();
+        Ok(capture.map(|capture| Record::Captured { capture, after }))
+    }
+
+    /// An event whose record was captured cannot be asked or waited for by the host.
+    pub(super) fn refuse_captured(&mut self, call: Call, record: &Record) -> Result<()> {
+        let Record::Captured { capture, .. } = *record else {
+            return Ok(());
+        };
+        self.refuse_stale(call, capture)?;
+        let why = "the event was recorded in a capture, which runs nothing";
+        Err(self.invalidate(capture, call, Code::CapturedEvent, why))
+    }
+
+    pub(super) fn refuse_stale(&self, call: Call, capture: CaptureKey) -> Result<()> {
+        if self.captures.contains_key(capture) {
+            return Ok(());
+        }
+        Err(DeviceError::new(
+            call,
+            Code::InvalidValue,
+            "the event was recorded in a capture that has ended; record it again",
+        ))
+    }
+
+    /// A stream that captures, or is to join a capture, waits for an event. False: nothing here captures.
+    pub(super) fn wait_captured(
+        &mut self,
+        call: Call,
+        key: StreamKey,
+        record: &Record,
+    ) -> Result<bool> {
+        let own = self.valid_capture(call, key)?;
+        let (capture, after) = match (record, own) {
+            (Record::Never, _) | (Record::Point(_), None) => return Ok(false),
+            (Record::Point(_), Some(own)) => {
+                let why = "the event was recorded outside of the capture";
+                return Err(self.invalidate(own, call, Code::StreamCaptureIsolation, why));
+            }
+            (Record::Captured { capture, after }, _) => (*capture, after),
+        };
+        self.refuse_stale(call, capture)?;
+        if let Some(own) = own.filter(|&own| own != capture) {
+            let why = "the event belongs to another capture";
+            self.invalidate(own, call, Code::StreamCaptureMerge, why);
+            return Err(self.invalidate(capture, call, Code::StreamCaptureMerge, why));
+        }
+        if self.captures[capture].broken_by.is_some() {
+            let detail = "the event was recorded in a capture that is invalid; end that capture";
+            return Err(DeviceError::new(
+                call,
+                Code::StreamCaptureInvalidated,
+                detail,
+            ));
+        }
+        if key == self.default_stream {
+            let why = "the default stream cannot take part in a capture";
+            return Err(self.invalidate(capture, call, Code::StreamCaptureUnsupported, why));
+        }
+        if own.is_none() {
+            self.captures[capture].streams.push(key);
+            self.streams[key].joined = Some(Joined {
+                capture,
+                after: after.clone(),
+            });
+        } else if let Some(joined) = &mut self.streams[key].joined {
+            let new = after
+                .iter()
+                .filter(|&node| !joined.after.contains(node))
+                .copied();
+            let new: Frontier = new.collect();
+            joined.after.extend(new);
+        }
+        Ok(true)
+    }
+}

@@ -1,0 +1,335 @@
+//! The CUDA device: memory under graphs, streams, kernels, contexts. Without a device each test says so and passes, unless the variable
+//! `CUDAGRAPH_TREES_DEVICE` is `cuda`.
+#![cfg(feature = "cuda-any")]
+
+mod cuda_support;
+
+use cuda_support::{MIB, Range, codes, device, pattern, read};
+use cudagraph_trees::device::cuda::{CudaDevice, CudaUnavailable, probe};
+use cudagraph_trees::device::host::HostDevice;
+use cudagraph_trees::device::kernels::KernelSet;
+use cudagraph_trees::device::{Call, CaptureMode, Code, Device, Kernel, KernelArg, LaunchConfig};
+use cudarc::driver::{CudaContext, sys};
+
+#[test]
+fn a_machine_says_what_cuda_it_has() {
+    match (probe(), CudaDevice::new(u32::MAX).map(drop)) {
+        (Ok(there), Err(CudaUnavailable::NoDevice { devices, .. })) => {
+            assert_eq!(there.devices, devices);
+        }
+        (Err(why), Err(too)) => {
+            println!("no CUDA: {why}");
+            assert_eq!(
+                std::mem::discriminant(&why),
+                std::mem::discriminant(&too),
+                "{too}"
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn memory_is_booked_and_given_back() {
+    let Some((_alone, d)) = device() else { return };
+    let page = d.granularity();
+    let before = d.counts();
+    let ptr = d.reserve(4 * page).unwrap();
+    assert_eq!(ptr.0 % page, 0);
+    for wrong in [
+        d.map(ptr, 0),
+        d.map(ptr, page - 1),
+        d.map(ptr.offset(1), page),
+        d.map(ptr.offset(3 * page), 2 * page),
+        d.release(ptr, page),
+        d.unmap(ptr, page),
+    ] {
+        assert_eq!(wrong.unwrap_err().code, Code::InvalidValue);
+    }
+    d.map(ptr.offset(page), 2 * page).unwrap();
+    assert_eq!(codes(d.map(ptr, 2 * page)), (Call::Map, Code::InvalidValue));
+    assert_eq!(
+        codes(d.unmap(ptr.offset(page), page)),
+        (Call::Unmap, Code::InvalidValue)
+    );
+    assert_eq!(
+        codes(d.release(ptr, 4 * page)),
+        (Call::Release, Code::InvalidValue)
+    );
+    assert_eq!(d.counts().mapped_bytes, before.mapped_bytes + 2 * page);
+    d.unmap(ptr.offset(page), 2 * page).unwrap();
+    d.release(ptr, 4 * page).unwrap();
+    assert_eq!(d.counts(), before);
+
+    // More than there is: nothing is left behind.
+    let memory = d.memory_info().unwrap();
+    let much = (memory.total + page).next_multiple_of(page);
+    let ptr = d.reserve(much).unwrap();
+    let refused = d.map(ptr, much).unwrap_err();
+    assert_eq!(
+        (refused.call, refused.code),
+        (Call::Map, Code::OutOfMemory),
+        "{refused}"
+    );
+    assert!(refused.detail.contains("are free"), "{refused}");
+    d.release(ptr, much).unwrap();
+    assert_eq!(d.counts(), before);
+}
+
+#[test]
+fn memory_comes_and_goes_under_a_graph() {
+    let Some((_alone, d)) = device() else { return };
+    let page = d.granularity();
+    let set = KernelSet::load(&d).unwrap();
+    let stream = d.create_stream().unwrap();
+    let ptr = d.reserve(page).unwrap();
+    // Captured and made executable while nothing is mapped there.
+    d.begin_capture(&stream, CaptureMode::ThreadLocal).unwrap();
+    set.increment(&d, &stream, ptr, 4, 1.0).unwrap();
+    let graph = d.end_capture(&stream).unwrap();
+    assert_eq!(d.graph_info(&graph).unwrap().kernels, 1);
+    let exec = d.instantiate(&graph).unwrap();
+    drop(graph);
+    for round in 0..3 {
+        d.map(ptr, page).unwrap();
+        let start = [round as f32; 4];
+        d.write(&stream, ptr, bytemuck::cast_slice(&start)).unwrap();
+        d.launch_graph(&exec, &stream, &[]).unwrap();
+        let got = read(&d, &stream, ptr, 16);
+        assert_eq!(
+            got,
+            bytemuck::cast_slice::<f32, u8>(&[round as f32 + 1.0; 4])
+        );
+        d.unmap(ptr, page).unwrap();
+    }
+    d.release(ptr, page).unwrap();
+}
+
+#[test]
+fn writes_and_reads_are_done_when_they_return() {
+    let Some((_alone, d)) = device() else { return };
+    let stream = d.create_stream().unwrap();
+    let range = Range::new(&d, 64 * MIB);
+    for bytes in [1, 4097, 64 << 10, (64 << 10) + 1, 33 * MIB] {
+        let want = pattern(bytes, bytes);
+        let mut source = want.clone();
+        d.write(&stream, range.ptr, &source).unwrap();
+        source.fill(0xEE);
+        assert!(
+            read(&d, &stream, range.ptr, bytes as usize) == want,
+            "{bytes} B"
+        );
+    }
+    d.fill(&stream, range.ptr, 7, 100).unwrap();
+    d.copy(&stream, range.ptr.offset(MIB), range.ptr, 100)
+        .unwrap();
+    assert_eq!(read(&d, &stream, range.ptr.offset(MIB), 100), [7; 100]);
+    assert_eq!(
+        codes(d.copy(&stream, range.ptr, range.ptr.offset(1), 4)),
+        (Call::Copy, Code::InvalidValue)
+    );
+}
+
+#[test]
+fn kernels_give_the_bits_of_the_simulated_device() {
+    fn run<D: Device>(d: &D) -> Vec<u8> {
+        let (set, n) = (KernelSet::load(d).unwrap(), 1000_u64);
+        let stream = d.create_stream().unwrap();
+        let page = d.granularity();
+        let ptr = d.reserve(page).unwrap();
+        d.map(ptr, page).unwrap();
+        let at = |k: u64| ptr.offset(k * 4096);
+        let x: Vec<f32> = (0..n).map(|i| (i as f32).sin() * 1e3 + 1e-3).collect();
+        d.write(&stream, at(0), bytemuck::cast_slice(&x)).unwrap();
+        set.scale_add(d, &stream, at(1), at(0), n, 1.1, -0.3)
+            .unwrap();
+        set.mul(d, &stream, at(2), at(0), at(1), n).unwrap();
+        set.add(d, &stream, at(3), at(2), at(1), n).unwrap();
+        set.copy(d, &stream, at(4), at(3), n).unwrap();
+        set.increment(d, &stream, at(4), n, 0.7).unwrap();
+        set.sum(d, &stream, at(5), at(4), n).unwrap();
+        set.fill(d, &stream, at(6), n, 2.5).unwrap();
+        let mut bytes = vec![0; 7 * 4096];
+        for k in 0..7 {
+            let len = if k == 5 { 4 } else { 4 * n as usize };
+            let out = &mut bytes[k * 4096..][..len];
+            d.read(&stream, out, at(k as u64)).unwrap();
+        }
+        d.unmap(ptr, page).unwrap();
+        d.release(ptr, page).unwrap();
+        bytes
+    }
+    let Some((_alone, d)) = device() else { return };
+    assert!(run(&d) == run(&HostDevice::new()));
+}
+
+const PTX: &str = "
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry put_word(.param .u64 put_word_dst, .param .u32 put_word_value) {
+  .reg .b64 %rd<3>;
+  .reg .b32 %r<2>;
+  ld.param.u64 %rd1, [put_word_dst];
+  ld.param.u32 %r1, [put_word_value];
+  cvta.to.global.u64 %rd2, %rd1;
+  st.global.u32 [%rd2], %r1;
+  ret;
+}
+";
+
+#[test]
+fn kernels_come_from_ptx_and_source_and_mind_their_arguments() {
+    let Some((_alone, d)) = device() else { return };
+    let stream = d.create_stream().unwrap();
+    let range = Range::new(&d, 1);
+    let function = d.load_ptx(PTX.as_bytes(), "put_word").unwrap();
+    assert_eq!(
+        function.raw(),
+        d.load_ptx(PTX.as_bytes(), "put_word").unwrap().raw()
+    );
+    let one = LaunchConfig::for_elements(1);
+    let args = [KernelArg::Ptr(range.ptr), KernelArg::U32(0xABCD_1234)];
+    d.launch(&stream, &function, one, &args).unwrap();
+    assert_eq!(
+        read(&d, &stream, range.ptr, 4),
+        0xABCD_1234_u32.to_le_bytes()
+    );
+    for wrong in [
+        &args[..1],
+        &[args[0], args[0]],
+        &[args[0], args[1], args[1]],
+    ] {
+        let refused = d.launch(&stream, &function, one, wrong);
+        assert_eq!(codes(refused), (Call::Launch, Code::InvalidValue));
+    }
+    let none = LaunchConfig {
+        grid: [0, 1, 1],
+        ..one
+    };
+    assert_eq!(
+        codes(d.launch(&stream, &function, none, &args)),
+        (Call::Launch, Code::InvalidValue)
+    );
+
+    let (load, not_found) = (Call::Load, Code::NotFound);
+    assert_eq!(
+        codes(d.load_ptx(PTX.as_bytes(), "other")),
+        (load, not_found)
+    );
+    assert_eq!(
+        codes(d.load_ptx(b"\x7fELF\xff", "f")),
+        (load, Code::InvalidValue)
+    );
+    let broken = PTX.replace("st.global.u32", "st.nowhere.u32");
+    let refused = d.load_ptx(broken.as_bytes(), "put_word").unwrap_err();
+    assert!(
+        refused.detail.contains("ptxas") || refused.detail.contains("line"),
+        "{refused}"
+    );
+    assert_eq!(codes(d.load(&Kernel::new("f"))), (load, not_found));
+    let wrong = Kernel::new("f").cuda("extern \"C\" __global__ void f() { x = 1; }");
+    let refused = d.load(&wrong).unwrap_err();
+    assert!(refused.detail.contains("identifier \"x\""), "{refused}");
+}
+
+#[test]
+fn streams_have_numbers_and_events_are_points() {
+    let Some((_alone, d)) = device() else { return };
+    let (a, b) = (d.create_stream().unwrap(), d.create_stream().unwrap());
+    let ids = [&d.default_stream(), &a, &b].map(|stream| d.stream_id(stream));
+    assert_eq!(ids, [0, 1, 2]);
+    assert_eq!((a.clone() == a, a == b), (true, false));
+    assert_eq!(d.default_stream(), d.default_stream());
+    assert_eq!(format!("{a:?}"), "CudaStream(1)");
+    let set = KernelSet::load(&d).unwrap();
+    let range = Range::new(&d, 32 * MIB);
+    let n = 1 << 20;
+    let event = d.create_event().unwrap();
+    d.wait(&b, &event).unwrap();
+    assert_eq!(
+        (d.query_event(&event), d.synchronize_event(&event)),
+        (Ok(true), Ok(()))
+    );
+    set.fill(&d, &a, range.ptr, n, 1.0).unwrap();
+    // One thread adds a million numbers: long enough that a missing wait would show.
+    set.sum(&d, &a, range.ptr.offset(16 * MIB), range.ptr, n)
+        .unwrap();
+    d.record(&event, &a).unwrap();
+    d.wait(&b, &event).unwrap();
+    d.copy(
+        &b,
+        range.ptr.offset(17 * MIB),
+        range.ptr.offset(16 * MIB),
+        4,
+    )
+    .unwrap();
+    assert_eq!(d.query(&b), Ok(false));
+    let sum = read(&d, &b, range.ptr.offset(17 * MIB), 4);
+    assert_eq!(sum, (n as f32).to_le_bytes());
+    assert_eq!((d.query(&a), d.query(&b)), (Ok(true), Ok(true)));
+    d.synchronize_event(&event).unwrap();
+    d.synchronize_device().unwrap();
+
+    let other = CudaDevice::new(0).unwrap();
+    assert_eq!(
+        codes(other.synchronize(&a)),
+        (Call::Synchronize, Code::InvalidValue)
+    );
+    // A stream goes with its last handle, and what is enqueued still runs.
+    set.fill(&d, &a, range.ptr, n, 3.0).unwrap();
+    drop((a, event));
+    d.synchronize_device().unwrap();
+    assert_eq!(read(&d, &b, range.ptr, 4), 3.0_f32.to_le_bytes());
+}
+
+fn current() -> sys::CUcontext {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the pointer is to a live local.
+    assert_eq!(
+        unsafe { sys::cuCtxGetCurrent(&raw mut context) },
+        sys::CUresult::CUDA_SUCCESS
+    );
+    context
+}
+
+#[test]
+fn the_callers_context_stays_and_its_streams_can_be_used() {
+    let Some((_alone, first)) = device() else {
+        return;
+    };
+    std::thread::spawn(move || {
+        assert!(current().is_null());
+        let stream = first.create_stream().unwrap();
+        first.synchronize(&stream).unwrap();
+        drop((stream, first));
+        let again = CudaDevice::new(0).unwrap();
+        assert!(current().is_null());
+        drop(again);
+        assert!(current().is_null());
+    })
+    .join()
+    .unwrap();
+
+    let context = CudaContext::new(0).unwrap();
+    let theirs = context.new_stream().unwrap();
+    let device = CudaDevice::adopt(context.clone()).unwrap();
+    assert_eq!(device.raw_context(), context.cu_ctx());
+    let stream = device.stream_from_cudarc(theirs.clone()).unwrap();
+    assert_eq!(stream.raw(), theirs.cu_stream());
+    // SAFETY: `theirs` outlives it.
+    let same = unsafe { device.stream_from_raw(theirs.cu_stream()) }.unwrap();
+    assert_eq!(
+        (&same, device.stream_id(&same)),
+        (&stream, device.stream_id(&stream))
+    );
+    let default = device.stream_from_cudarc(context.default_stream()).unwrap();
+    assert_eq!(device.stream_id(&default), 0);
+    let range = Range::new(&device, 1);
+    device.fill(&stream, range.ptr, 5, 8).unwrap();
+    assert_eq!(read(&device, &stream, range.ptr, 8), [5; 8]);
+    // SAFETY: a constant that names a stream; it is refused.
+    let refused = unsafe { device.stream_from_raw(std::ptr::without_provenance_mut(2)) };
+    assert_eq!(refused.unwrap_err().code, Code::InvalidValue);
+    assert_eq!(current(), context.cu_ctx());
+}

@@ -1,0 +1,654 @@
+//! What users reported of captures that fail, are abandoned, or meet other work, as scenarios over single graphs. Names carry the reports' ids.
+mod common;
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::thread;
+
+use common::Rig;
+use cudagraph_trees::device::faulty::Faulty;
+use cudagraph_trees::device::host::HostDevice;
+use cudagraph_trees::device::{Call, CaptureMode, CaptureStatus, Code, Device, DeviceError};
+use cudagraph_trees::{CaptureOptions, Error, Graph, PoolHandle, PoolOptions, Tensor};
+
+suite!(
+    t3_02_captures_abandoned_midway,
+    t3_02_a_tensor_of_an_abandoned_capture_is_a_tensor,
+    t3_07_reset_is_idempotent_and_the_object_reusable,
+    t3_08_a_refusal_leaves_no_error_behind,
+    t3_09_a_graph_dropped_inside_another_capture,
+    t3_10_allocating_after_an_illegal_call,
+    t3_11_eager_work_between_two_captures,
+    t4_08_captures_on_many_threads,
+    t5_01_a_block_allocated_and_freed_a_hundred_times,
+    t5_09_rebuilding_does_not_leak,
+    t5_23_a_graph_keeps_every_pool_it_allocated_from,
+    t6_05_copies_from_the_host_are_refused_inside,
+    t6_09_eager_churn_beside_a_graph,
+    an_input_allocated_inside_is_written_before_the_first_replay,
+    a_capture_that_cannot_begin,
+);
+
+const MIB: u64 = 1 << 20;
+
+/// A small capture that works, as a check that everything is as it was.
+#[track_caller]
+fn a_capture_works<D: Device>(rig: &Rig<D>) {
+    let x = rig.floats(&[1.0, 2.0, 3.0]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let y = rig.captured(&capture, &x, 2.0, 1.0);
+    capture.end().unwrap();
+    graph.replay(&rig.stream).unwrap();
+    assert_eq!(rig.read(&y), [3.0, 5.0, 7.0]);
+}
+
+/// Pools other than the tree's.
+fn pools<D: Device>(rig: &Rig<D>) -> usize {
+    rig.allocator.private_pools().len() - 1
+}
+
+/// Whether the device refused this call because of a capture.
+#[track_caller]
+fn refused<T>(result: Result<T, Error>, call: Call, code: Code) {
+    match result.map(drop) {
+        Err(Error::Device(error)) => assert_eq!((error.call, error.code), (call, code), "{error}"),
+        other => panic!("{other:?}"),
+    }
+}
+
+fn t3_02_captures_abandoned_midway<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 128]);
+    let mut graph = Graph::new(&rig.allocator);
+    a_capture_works(&rig);
+    rig.allocator.trim().unwrap();
+    let free = rig.device.memory_info().unwrap().free;
+    let books = (rig.allocator.stats(), rig.allocator.private_pools());
+    for round in 0..100 {
+        let capture = graph.capture(&rig.stream).unwrap();
+        let kept = rig.captured(&capture, &x, 2.0, 0.0);
+        drop(rig.captured(&capture, &kept, 2.0, 0.0));
+        let large = capture.alloc(20 * MIB).unwrap();
+        match round % 3 {
+            0 => drop(capture),
+            1 => {
+                // Waiting for the stream breaks the capture; ending it says so.
+                let waited = rig.device.synchronize(&rig.stream).unwrap_err();
+                assert_eq!(waited.code, Code::StreamCaptureUnsupported);
+                let ended = capture.end();
+                refused(ended, Call::EndCapture, Code::StreamCaptureInvalidated);
+            }
+            _ => {
+                let unwound = catch_unwind(AssertUnwindSafe(|| {
+                    let _capture = capture;
+                    resume_unwind(Box::new("from inside"));
+                }));
+                assert_eq!(unwound.unwrap_err().downcast_ref(), Some(&"from inside"));
+            }
+        }
+        assert_eq!(
+            rig.device.capture_status(&rig.stream),
+            Ok(CaptureStatus::None)
+        );
+        assert!(matches!(graph.replay(&rig.stream), Err(Error::NotCaptured)));
+        drop((kept, large));
+        rig.allocator.trim().unwrap();
+        assert_eq!(rig.device.memory_info().unwrap().free, free);
+        assert_eq!(
+            (rig.allocator.stats(), rig.allocator.private_pools()),
+            books
+        );
+    }
+    drop(graph);
+    a_capture_works(&rig);
+    drop(x);
+    rig.finish();
+}
+
+fn t3_02_a_tensor_of_an_abandoned_capture_is_a_tensor<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 16]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let y = rig.captured(&capture, &x, 2.0, 0.0);
+    drop(capture);
+    // Nothing was run, but the memory is y's, and eager work may use it.
+    rig.scale_into(&rig.stream, &y, &x, 4.0, 0.0);
+    assert_eq!(rig.read(&y), [4.0; 16]);
+    assert_eq!(pools(&rig), 1, "its pool lives as long as it");
+    drop((x, y, graph));
+    rig.allocator.trim().unwrap();
+    assert_eq!(pools(&rig), 0);
+    rig.finish();
+}
+
+fn an_input_allocated_inside_is_written_before_the_first_replay<D: Device>(rig: Rig<D>) {
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let input = capture.alloc(64).unwrap();
+    let output = rig.captured(&capture, &input, 3.0, 1.0);
+    capture.end().unwrap();
+    for value in [1.0, 2.0] {
+        rig.put(&input, &[value; 16]);
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&output), [value * 3.0 + 1.0; 16]);
+        assert_eq!(rig.read(&input), [value; 16]);
+    }
+    drop((input, output, graph));
+    rig.finish();
+}
+
+fn t3_07_reset_is_idempotent_and_the_object_reusable<D: Device>(rig: Rig<D>) {
+    let pool = rig.allocator.create_pool(PoolOptions::default()).unwrap();
+    let x = rig.floats(&[1.0; 4]);
+    let mut graph = Graph::new(&rig.allocator);
+    for round in 1..=3 {
+        let options = CaptureOptions {
+            pool: Some(pool.clone()),
+            ..CaptureOptions::default()
+        };
+        let capture = graph.capture_with(&rig.stream, options).unwrap();
+        assert_eq!(pool.uses(), 3, "the handle, the route, the capture");
+        let y = rig.captured(&capture, &x, round as f32, 0.0);
+        capture.end().unwrap();
+        assert_eq!(pool.uses(), 2);
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&y), [round as f32; 4]);
+        graph.reset();
+        assert_eq!(pool.uses(), 1);
+        graph.reset();
+        assert_eq!(pool.uses(), 1);
+    }
+    drop(graph);
+    assert_eq!(pool.uses(), 1);
+    drop((x, pool));
+    rig.finish();
+}
+
+fn t3_08_a_refusal_leaves_no_error_behind<D: Device>(rig: Rig<D>) {
+    let default = rig.device.default_stream();
+    let mut graph = Graph::new(&rig.allocator);
+    for _ in 0..3 {
+        refused(
+            graph.capture(&default).map(drop),
+            Call::BeginCapture,
+            Code::StreamCaptureUnsupported,
+        );
+        assert_eq!(rig.device.query(&rig.stream), Ok(true));
+        assert_eq!(rig.device.synchronize_device(), Ok(()));
+    }
+    drop(graph);
+    a_capture_works(&rig);
+    rig.finish();
+}
+
+fn a_capture_that_cannot_begin<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 4]);
+    let mut graphs = [(); 2].map(|()| Graph::new(&rig.allocator));
+    let [g0, g1] = &mut graphs;
+    let capture = g0.capture(&rig.stream).unwrap();
+    // The stream captures already: the second begin is refused, and touches neither the first nor the routes.
+    refused(
+        g1.capture(&rig.stream).map(drop),
+        Call::BeginCapture,
+        Code::IllegalState,
+    );
+    let y = rig.captured(&capture, &x, 2.0, 0.0);
+    let z = rig.allocator.alloc(&rig.stream, 16).unwrap();
+    rig.scale_into(&rig.stream, &z, &y, 1.0, 1.0);
+    capture.end().unwrap();
+    let pool = g0.pool().unwrap();
+    assert!(
+        pool.check_live(&[y.ptr().unwrap().0, z.ptr().unwrap().0])
+            .is_exact()
+    );
+    g0.replay(&rig.stream).unwrap();
+    assert_eq!(rig.read(&z), [3.0; 4]);
+    drop((x, y, z, pool, graphs));
+    rig.finish();
+}
+
+fn t3_09_a_graph_dropped_inside_another_capture<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 4]);
+    let capture_one = |graph: &mut Graph<D>, mode, inside: &mut dyn FnMut()| {
+        let options = CaptureOptions { pool: None, mode };
+        let capture = graph.capture_with(&rig.stream, options).unwrap();
+        let y = rig.captured(&capture, &x, 3.0, 0.0);
+        inside();
+        capture.end().unwrap();
+        y
+    };
+    for mode in [
+        CaptureMode::Global,
+        CaptureMode::ThreadLocal,
+        CaptureMode::Relaxed,
+    ] {
+        let mut old = Graph::new(&rig.allocator);
+        let y = capture_one(&mut old, mode, &mut || ());
+        let mut new = Graph::new(&rig.allocator);
+        let mut leaving = Some((old, y));
+        let z = capture_one(&mut new, mode, &mut || drop(leaving.take()));
+        new.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&z), [3.0; 4], "{mode:?}");
+        assert_eq!(
+            pools(&rig),
+            2,
+            "the old graph's memory is not given back yet"
+        );
+        drop((new, z));
+        rig.allocator.trim().unwrap();
+        assert_eq!(pools(&rig), 0);
+    }
+    drop(x);
+    rig.finish();
+}
+
+fn t3_10_allocating_after_an_illegal_call<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 4]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let waited = rig.device.synchronize(&rig.stream).unwrap_err();
+    assert_eq!(
+        (waited.call, waited.code),
+        (Call::Synchronize, Code::StreamCaptureUnsupported)
+    );
+    // Memory is handed out still; launching says what happened to the capture.
+    let y = capture.alloc(20 * MIB).unwrap();
+    assert_eq!(y.bytes(), 20 * MIB);
+    let out = capture.alloc(16).unwrap();
+    let launched = rig.kernels.copy(
+        &rig.device,
+        capture.stream(),
+        out.ptr().unwrap(),
+        x.ptr().unwrap(),
+        4,
+    );
+    let error = launched.unwrap_err();
+    assert_eq!(error.code, Code::StreamCaptureInvalidated);
+    assert!(error.is_capture());
+    refused(
+        capture.end(),
+        Call::EndCapture,
+        Code::StreamCaptureInvalidated,
+    );
+    drop((x, y, out, graph));
+    a_capture_works(&rig);
+    rig.finish();
+}
+
+fn t3_11_eager_work_between_two_captures<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 1024]);
+    let graph_of = |scale: f32| {
+        let mut graph = Graph::new(&rig.allocator);
+        let capture = graph.capture(&rig.stream).unwrap();
+        let temporary = rig.captured(&capture, &x, scale, 0.0);
+        let y = rig.captured(&capture, &temporary, 1.0, 1.0);
+        drop(temporary);
+        capture.end().unwrap();
+        assert_eq!(graph.info().unwrap().memory, 0, "no memory nodes");
+        (graph, y)
+    };
+    let first = graph_of(2.0);
+    let second = graph_of(3.0);
+    for round in 0..50 {
+        let eager = rig.floats(&vec![round as f32; 100 + 37 * round]);
+        first.0.replay(&rig.stream).unwrap();
+        second.0.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&eager)[99], round as f32);
+    }
+    assert_eq!(rig.read(&first.1), [3.0; 1024]);
+    assert_eq!(rig.read(&second.1), [4.0; 1024]);
+    drop((x, first, second));
+    rig.finish();
+}
+
+fn t4_08_captures_on_many_threads<D: Device>(rig: Rig<D>) {
+    let rig = &rig;
+    let results: Vec<Vec<f32>> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..16)
+            .map(|n| {
+                scope.spawn(move || {
+                    let stream = rig.device.create_stream().unwrap();
+                    let x = rig.allocator.alloc(&stream, 16).unwrap();
+                    let bytes: Vec<u8> =
+                        [n as f32; 4].iter().flat_map(|v| v.to_le_bytes()).collect();
+                    x.write(&rig.device, &stream, &bytes).unwrap();
+                    let mut graph = Graph::new(&rig.allocator);
+                    let capture = graph.capture(&stream).unwrap();
+                    let y = rig.captured(&capture, &x, 2.0, 0.0);
+                    let z = rig.captured(&capture, &y, 1.0, 1.0);
+                    drop(y);
+                    capture.end().unwrap();
+                    graph.replay(&stream).unwrap();
+                    let bytes = z.read(&rig.device, &stream).unwrap();
+                    bytes
+                        .chunks_exact(4)
+                        .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+                        .collect()
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    for (n, result) in results.iter().enumerate() {
+        assert_eq!(*result, [2.0 * n as f32 + 1.0; 4]);
+    }
+    rig.allocator.trim().unwrap();
+    assert_eq!(pools(rig), 0);
+    assert_eq!(rig.allocator.stats().segments.current, 0);
+}
+
+fn t5_01_a_block_allocated_and_freed_a_hundred_times<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 4]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let total = capture.alloc(16).unwrap();
+    rig.scale_into(capture.stream(), &total, &x, 0.0, 0.0);
+    for _ in 0..100 {
+        let temporary = capture.alloc(4 * MIB).unwrap();
+        let part = temporary.view(0, 16).unwrap();
+        rig.scale_into(capture.stream(), &part, &x, 2.0, 0.0);
+        let [t, p] = [&total, &part].map(|t| t.ptr().unwrap());
+        rig.kernels
+            .add(&rig.device, capture.stream(), t, t, p, 4)
+            .unwrap();
+    }
+    capture.end().unwrap();
+    let stats = graph.pool().unwrap().stats();
+    assert_eq!(
+        (
+            stats.live_bytes.peak,
+            stats.live_bytes.current,
+            stats.reserved_bytes.peak
+        ),
+        (4 * MIB + 512, 512, 22 * MIB)
+    );
+    for _ in 0..2 {
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&total), [200.0; 4]);
+    }
+    drop((x, total, graph));
+    rig.finish();
+}
+
+fn t5_09_rebuilding_does_not_leak<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 4]);
+    let mut graph = Graph::new(&rig.allocator);
+    let mut last: Option<Tensor<D>> = None;
+    let mut frees = Vec::new();
+    for round in 0..100 {
+        let capture = graph.capture(&rig.stream).unwrap();
+        let y = rig.captured(&capture, &x, round as f32, 0.0);
+        capture.end().unwrap();
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&y), [round as f32; 4]);
+        graph.reset();
+        last = Some(y); // the caller keeps the last one only
+        rig.allocator.trim().unwrap();
+        frees.push(rig.device.memory_info().unwrap().free);
+    }
+    frees.dedup();
+    assert_eq!(frees.len(), 1, "{frees:?}");
+    assert_eq!(pools(&rig), 1);
+    drop((x, last, graph));
+    rig.finish();
+}
+
+fn t5_23_a_graph_keeps_every_pool_it_allocated_from<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 4]);
+    let side = rig.allocator.create_pool(PoolOptions::default()).unwrap();
+    let id = side.id();
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let y = {
+        let _route = rig.allocator.route_thread(&side).unwrap();
+        rig.allocator.alloc(&rig.stream, 16).unwrap()
+    };
+    assert!(side.locate(y.ptr().unwrap()).is_some());
+    rig.scale_into(capture.stream(), &y, &x, 2.0, 0.0);
+    let z = rig.captured(&capture, &y, 1.0, 1.0);
+    drop(y);
+    capture.end().unwrap();
+    drop(side);
+    rig.allocator.trim().unwrap();
+    let uses = |rig: &Rig<D>| {
+        let pools = rig.allocator.private_pools();
+        pools
+            .into_iter()
+            .find(|(i, ..)| *i == id)
+            .map(|(_, uses, _)| uses)
+    };
+    assert_eq!(uses(&rig), Some(1), "the graph's");
+    for value in [1.0, 5.0] {
+        rig.put(&x, &[value; 4]);
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&z), [2.0 * value + 1.0; 4]);
+    }
+    graph.reset();
+    rig.allocator.trim().unwrap();
+    assert_eq!(uses(&rig), None);
+
+    // A capture that is abandoned keeps nothing.
+    let side = rig.allocator.create_pool(PoolOptions::default()).unwrap();
+    let capture = graph.capture(&rig.stream).unwrap();
+    let in_side: Tensor<D> = side.alloc(&rig.stream, 16).unwrap();
+    assert_eq!(side.uses(), 2);
+    drop(capture);
+    assert_eq!(side.uses(), 1);
+    drop((x, z, in_side, side, graph));
+    rig.finish();
+}
+
+fn t6_05_copies_from_the_host_are_refused_inside<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 4]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let y = rig.captured(&capture, &x, 2.0, 0.0);
+    let write = y.write(&rig.device, &rig.stream, &[0; 16]);
+    assert!(
+        matches!(
+            &write,
+            Err(Error::Device(DeviceError {
+                call: Call::Write,
+                ..
+            }))
+        ),
+        "{write:?}"
+    );
+    let read = y.read(&rig.device, &rig.stream);
+    assert!(
+        matches!(
+            &read,
+            Err(Error::Device(DeviceError {
+                call: Call::Read,
+                ..
+            }))
+        ),
+        "{read:?}"
+    );
+    capture.end().unwrap(); // neither touched the capture
+    graph.replay(&rig.stream).unwrap();
+    assert_eq!(rig.read(&y), [2.0; 4]);
+    drop((x, y, graph));
+    rig.finish();
+}
+
+fn t6_09_eager_churn_beside_a_graph<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 256]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let a = rig.captured(&capture, &x, 2.0, 0.0);
+    let b = rig.captured(&capture, &a, 2.0, 0.0);
+    let y = rig.captured(&capture, &b, 2.0, 0.0);
+    drop((a, b));
+    capture.end().unwrap();
+    let pool = graph.pool().unwrap();
+    let mut held: Vec<Tensor<D>> = Vec::new();
+    let mut at = 1_u64;
+    for _ in 0..1000 {
+        at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let draw = at >> 33;
+        if draw.is_multiple_of(3) && !held.is_empty() {
+            held.swap_remove(draw as usize % held.len());
+        } else {
+            let eager = rig
+                .allocator
+                .alloc(&rig.stream, 256 + draw % 100_000)
+                .unwrap();
+            assert_eq!(pool.locate(eager.ptr().unwrap()), None);
+            rig.put(&eager.view(0, 8).unwrap(), &[-1.0; 2]);
+            held.push(eager);
+        }
+    }
+    graph.replay(&rig.stream).unwrap();
+    assert_eq!(rig.read(&y), [8.0; 256]);
+    for eager in &held {
+        assert_eq!(rig.read(&eager.view(0, 8).unwrap()), [-1.0; 2]);
+    }
+    drop((x, y, held, pool, graph));
+    rig.finish();
+}
+
+// ---- calls that are made to fail ------------------------------------------------------------------
+
+/// T3-01, T3-03, T7-15: whichever of the calls of a capture fails, what was allocated is given back, and the next capture works.
+#[test]
+fn t3_01_every_call_of_a_capture_fails_once() {
+    for call in [
+        Call::BeginCapture,
+        Call::EndCapture,
+        Call::GraphInfo,
+        Call::Instantiate,
+    ] {
+        let rig = Rig::new(Faulty::new(HostDevice::new()));
+        let x = rig.floats(&[1.0; 4]);
+        let mut graph = Graph::new(&rig.allocator);
+        let baseline = rig.device.inner().counts();
+        for round in 0..10 {
+            rig.device.fail(call, 1, Code::Other(999));
+            let made = graph.capture(&rig.stream).and_then(|capture| {
+                drop(rig.captured(&capture, &x, 2.0, 0.0));
+                capture.end()
+            });
+            refused(made, call, Code::Other(999));
+            assert_eq!(
+                rig.device.capture_status(&rig.stream),
+                Ok(CaptureStatus::None)
+            );
+            // Allocating, giving back and capturing again all work.
+            let eager = rig.allocator.alloc(&rig.stream, 20 * MIB).unwrap();
+            assert_eq!(rig.allocator.stats().live_blocks.current, 2, "{call:?}");
+            drop(eager);
+            rig.allocator.trim().unwrap();
+            assert_eq!(pools(&rig), 0, "{call:?}, round {round}");
+            let now = rig.device.inner().counts();
+            assert_eq!(
+                (
+                    now.mapped_bytes,
+                    now.reserved_ranges,
+                    now.graphs,
+                    now.execs,
+                    now.captures
+                ),
+                (
+                    baseline.mapped_bytes,
+                    baseline.reserved_ranges,
+                    baseline.graphs,
+                    baseline.execs,
+                    0
+                )
+            );
+            a_capture_works(&rig);
+        }
+        drop((x, graph));
+        rig.finish();
+    }
+}
+
+/// T3-04: of twenty launches the seventh breaks the capture; its own error is the caller's to see, and ending says "invalidated".
+#[test]
+fn t3_04_the_first_error_is_the_callers() {
+    let rig = Rig::new(Faulty::new(HostDevice::new()));
+    let x = rig.floats(&[1.0; 4]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let y = capture.alloc(16).unwrap();
+    rig.device
+        .fail_invalidating(Call::Launch, 7, Code::NotSupported);
+    let (to, from) = (y.ptr().unwrap(), x.ptr().unwrap());
+    let codes: Vec<Option<Code>> = (0..20)
+        .map(|_| {
+            let launched = rig.kernels.copy(&rig.device, capture.stream(), to, from, 4);
+            launched.err().map(|error| error.code)
+        })
+        .collect();
+    assert_eq!(codes[..6], [None; 6]);
+    assert_eq!(codes[6], Some(Code::NotSupported));
+    assert_eq!(codes[7..], [Some(Code::StreamCaptureInvalidated); 13]);
+    refused(
+        capture.end(),
+        Call::EndCapture,
+        Code::StreamCaptureInvalidated,
+    );
+    drop((x, y, graph));
+    a_capture_works(&rig);
+    rig.finish();
+}
+
+/// T4-01: memory is short at the n-th allocation of a capture; the error is "out of memory", and the capture goes on.
+#[test]
+fn t4_01_out_of_memory_at_the_nth_allocation_of_a_capture() {
+    for nth in 1..=4 {
+        let rig = Rig::new(Faulty::new(HostDevice::new()));
+        let x = rig.floats(&[1.0; 4]);
+        let mut graph = Graph::new(&rig.allocator);
+        let capture = graph.capture(&rig.stream).unwrap();
+        rig.device.fail(Call::Map, nth, Code::OutOfMemory);
+        let waits = rig.device.calls(Call::SynchronizeDevice);
+        let mut failed = Vec::new();
+        let mut held = Vec::new();
+        for i in 1..=4_u64 {
+            match capture.alloc(i * 20 * MIB) {
+                Ok(tensor) => held.push(tensor),
+                Err(error) => {
+                    let text = error.to_string();
+                    let start = format!("out of memory: {} B asked for on stream", i * 20 * MIB);
+                    assert!(text.starts_with(&start), "{text}");
+                    failed.push(i);
+                }
+            }
+        }
+        assert_eq!(failed, [nth]);
+        assert_eq!(rig.device.calls(Call::SynchronizeDevice), waits);
+        let y = rig.captured(&capture, &x, 2.0, 0.0);
+        capture.end().unwrap();
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&y), [2.0; 4]);
+        let pool: PoolHandle<_> = graph.pool().unwrap();
+        assert_eq!(pool.stats().segments.current, 4);
+        drop((x, y, held, pool, graph));
+        rig.finish();
+    }
+}
+
+/// T5-20, T9-06: the last handle goes while work is in flight: the device is waited for before its memory is taken away.
+#[test]
+fn memory_is_not_taken_from_under_work_in_flight() {
+    for seed in 0..4 {
+        let device = HostDevice::builder().seed(seed).build().unwrap();
+        let rig = Rig::new(device.clone());
+        let stream = rig.stream.clone();
+        let x = rig.floats(&[1.0; 1024]);
+        let mut graph = Graph::new(&rig.allocator);
+        let capture = graph.capture(&stream).unwrap();
+        let y = rig.captured(&capture, &x, 2.0, 0.0);
+        capture.end().unwrap();
+        graph.replay(&stream).unwrap();
+        assert_eq!(device.counts().kernels_run, 0, "nobody has waited yet");
+        drop((y, graph, x, rig));
+        assert_eq!(device.synchronize(&stream), Ok(()), "seed {seed}");
+        let counts = device.counts();
+        assert_eq!(
+            (counts.kernels_run, counts.mapped_bytes, counts.execs),
+            (1, 0, 0)
+        );
+    }
+}
