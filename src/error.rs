@@ -108,9 +108,9 @@ pub enum Error {
         count: usize,
     },
 
-    /// The closure returned a tensor that is none of: allocated in this call, an input, an output on the path, or memory outside the pool.
+    /// The closure returned a tensor that is none of: allocated in this call, one of its inputs, or memory outside the pool.
     #[error(
-        "output {output} of {function} lies in the tree's pool but is neither made in this call nor held by the path"
+        "output {output} of {function} lies in the tree's pool but is neither made in this call nor one of its inputs: pass it to run"
     )]
     ForeignOutput {
         /// The function's name.
@@ -222,11 +222,15 @@ impl fmt::Display for Stale {
                 "output {output} of {function}, handed out at {}, ",
                 self.made_at
             )?,
-            Made::Inside => write!(
-                f,
-                "memory allocated inside a function at {}, ",
-                self.made_at
-            )?,
+            // No token would have kept it, so none is spoken of.
+            Made::Inside => {
+                return write!(
+                    f,
+                    "memory allocated inside a function at {}, and kept beyond its call, is the pool's again: \
+                     return it as an output, or allocate it outside of the function",
+                    self.made_at
+                );
+            }
         }
         f.write_str("was overwritten by a subsequent run")?;
         if let (Some(by), Some(at)) = (&self.taken_by, self.taken_at) {

@@ -114,9 +114,12 @@ struct Custody<D: Device> {
     born: u64,
     /// Flags to raise at its death.
     watchers: Vec<Weak<AtomicBool>>,
-    /// Who took its memory, when its last generation was ended.
-    taken: Option<(Arc<str>, &'static Location<'static>)>,
+    /// Who ended its last generations, the latest first.
+    taken: [Option<Taken>; 4],
 }
+
+/// A generation that was ended while it was held: its stamp, the function whose run ended it, and that run's call.
+type Taken = (u64, Arc<str>, &'static Location<'static>);
 
 /// Where a storage's memory comes from.
 pub(crate) enum Source<D: Device> {
@@ -176,7 +179,7 @@ impl<D: Device> Storage<D> {
                 stream: Some(birth.stream),
                 born: birth.capture,
                 watchers: Vec::new(),
-                taken: None,
+                taken: Default::default(),
             }),
             source: Source::Pool(source),
         })
@@ -204,7 +207,7 @@ impl<D: Device> Storage<D> {
                 stream: None,
                 born: 0,
                 watchers: Vec::new(),
-                taken: None,
+                taken: Default::default(),
             }),
             source,
         })
@@ -329,7 +332,11 @@ impl<D: Device> Storage<D> {
 
     /// Ends its generation: handles on it are stale from here on, and its block, if it owns one, is free.
     pub(crate) fn invalidate(&self, by: &Arc<str>, at: &'static Location<'static>) {
-        lock(&self.custody).taken = Some((by.clone(), at));
+        {
+            let taken = &mut lock(&self.custody).taken;
+            taken.rotate_right(1);
+            taken[0] = Some((self.word.stamp(), by.clone(), at));
+        }
         if let Some((owning, watched)) = self.word.invalidate() {
             if let Some(home) = self.home.get() {
                 home.live.clear(home.bit);
@@ -384,6 +391,14 @@ impl<D: Device> Storage<D> {
         }
     }
 
+    /// Its death is not told to the device: a graph that was launched before has written over it, and its memory is somebody else's by then; or it is
+    /// in use on several streams.
+    pub(crate) fn hush(&self) {
+        if self.word.owning() {
+            lock(&self.custody).stream = None;
+        }
+    }
+
     /// Raises `flag` when the storage dies.
     pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
         lock(&self.custody).watchers.push(Arc::downgrade(flag));
@@ -392,12 +407,15 @@ impl<D: Device> Storage<D> {
         }
     }
 
-    /// The error for a handle of an older generation.
-    fn stale(&self, made_at: &'static Location<'static>) -> Stale {
-        let (taken_by, taken_at) = match &lock(&self.custody).taken {
-            Some((by, at)) => (Some(by.clone()), Some(*at)),
+    /// The error for a handle of the older generation `stamp`. Who ended it is known of the last few.
+    fn stale(&self, stamp: u64, made_at: &'static Location<'static>) -> Stale {
+        let custody = lock(&self.custody);
+        let taken = custody.taken.iter().flatten();
+        let (taken_by, taken_at) = match taken.into_iter().find(|(ended, ..)| *ended == stamp) {
+            Some((_, by, at)) => (Some(by.clone()), Some(*at)),
             None => (None, None),
         };
+        drop(custody);
         let made = match self.home.get() {
             Some(home) => Made::Output {
                 function: home.function.clone(),

@@ -31,6 +31,7 @@ use crate::allocator::{Allocator, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
+use crate::storage::Storage;
 use crate::sync::lock;
 use admit::admit;
 use call::{Call, inputs_error};
@@ -417,8 +418,8 @@ impl<D: Device> State<D> {
         }
     }
 
-    /// What to do with a call, and where on the path: a path of which nothing is held may end here, and one of which only other generations hold
-    /// something may be carried along.
+    /// What to do with a call, and where on the path: runs at the path's end of which nothing is held may be forgotten here, and a path of which
+    /// only other generations hold something may be carried along.
     fn choose(
         &mut self,
         function: FunctionKey,
@@ -427,32 +428,27 @@ impl<D: Device> State<D> {
         args: &[Arg<'_, D>],
     ) -> Choice {
         self.drop_carried();
-        if self.tip_is_exact() && !self.path_is_live() {
-            self.end_path();
+        while self.tip_is_exact() && self.tip_is_dead() {
+            self.cut_tip();
         }
         let warm = self.functions[function].variants[variant].warm;
-        let is_next = self
-            .path
-            .last()
-            .is_some_and(|tip| tip.generation != generation);
-        if self.tip_is_warm() && warm && is_next {
+        if self.tip_is_warm() && warm && self.tip_is_before(generation) {
             // Only warmups follow a warmup; but this is another generation, which need not wait until the warmup's outputs are let go.
             self.carry_path();
         }
         if self.tip_is_warm() || !warm {
             return Choice::Warmup;
         }
-        if let Some(node) = self.admitted(function, variant, args) {
-            return Choice::Replay(node);
-        }
-        if !self.path.is_empty() && !self.path_is_live() {
-            self.end_path();
+        loop {
             if let Some(node) = self.admitted(function, variant, args) {
                 return Choice::Replay(node);
             }
+            if !self.tip_is_dead() {
+                break;
+            }
+            self.cut_tip();
         }
-        if is_next
-            && !self.path.is_empty()
+        if self.tip_is_before(generation)
             && let Some(node) = self.admitted_apart(function, variant, args)
         {
             self.carry_path();
@@ -471,7 +467,9 @@ impl<D: Device> State<D> {
         variant: usize,
         args: &[Arg<'_, D>],
     ) -> Option<NodeKey> {
-        let fits = |key: &NodeKey| self.fits(*key, args) && !self.overwrites_carried(*key);
+        let fits = |key: &NodeKey| {
+            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_carried(*key)
+        };
         match self.path.last() {
             None => self.functions[function].variants[variant]
                 .roots
@@ -506,12 +504,18 @@ impl<D: Device> State<D> {
         all.sort_by_key(|key| self.nodes[*key].id);
         all.into_iter().find(|key| {
             let node = &self.nodes[*key];
-            self.fits(*key, args) && !self.all_held().any(|held| node.overwrites(held))
+            // The path would be carried along, and so its outputs are copied in like others.
+            self.fits(*key, args, |_| false) && !self.all_held().any(|held| node.overwrites(held))
         })
     }
 
-    fn fits(&self, key: NodeKey, args: &[Arg<'_, D>]) -> bool {
-        match admit(&self.nodes[key], args) {
+    fn fits(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        on_path: impl Fn(&Storage<D>) -> bool,
+    ) -> bool {
+        match admit(&self.nodes[key], args, on_path) {
             Ok(()) => true,
             Err(mismatch) => {
                 tracing::debug!(node = self.nodes[key].id.0, ?mismatch, "not replayed");

@@ -75,6 +75,14 @@ impl<D: Device> Tensor<D> {
         }
     }
 
+    /// One more owner of the whole storage, if it has any.
+    pub(crate) fn hold(storage: &Arc<Storage<D>>) -> Option<Self> {
+        let (stamp, bytes) = (storage.stamp(), storage.bytes());
+        storage
+            .retain_if_held(stamp)
+            .then(|| Tensor::counted(storage.clone(), stamp, 0, bytes, storage.made_at()))
+    }
+
     /// The same range, as if made at another place.
     pub(crate) fn remade_at(mut self, made_at: &'static Location<'static>) -> Self {
         self.made_at = made_at;
@@ -118,9 +126,9 @@ impl<D: Device> Tensor<D> {
     /// [`Error::Stale`] where its memory was given to a later run.
     pub fn check(&self) -> Result<()> {
         match &self.storage {
-            Some(storage) if !self.is_current() => {
-                Err(Error::Stale(Box::new(storage.stale(self.made_at))))
-            }
+            Some(storage) if !self.is_current() => Err(Error::Stale(Box::new(
+                storage.stale(self.stamp, self.made_at),
+            ))),
             _ => Ok(()),
         }
     }

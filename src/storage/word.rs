@@ -44,6 +44,10 @@ impl Word {
         }
     }
 
+    pub(super) fn owning(&self) -> bool {
+        self.0.load(Ordering::Acquire) & OWNING != 0
+    }
+
     /// Changes the word by `f` until the exchange succeeds or `f` declines. The value before.
     fn update(&self, f: impl Fn(u64) -> Option<u64>) -> Option<u64> {
         self.0

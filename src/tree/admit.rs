@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::args::Arg;
 use super::node::{InputSpec, Node};
 use crate::device::Device;
+use crate::storage::Storage;
 
 /// Why a node may not be replayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,14 +20,20 @@ pub enum Mismatch {
     StaticMoved(usize),
     /// The input is not the output of an earlier node that it was.
     ManagedMoved(usize),
+    /// The input was copied in, and is an output of an earlier node now: the function would see a copy where it is to see the output itself.
+    ManagedNow(usize),
     /// An output that was dead when the recording began is held now.
     Held,
     /// An output that died during the recording is held by more than this call's given inputs.
     NotGivenUp,
 }
 
-/// Compares a call with a recording: addresses, lengths, liveness.
-pub(super) fn admit<D: Device>(node: &Node<D>, args: &[Arg<'_, D>]) -> Result<(), Mismatch> {
+/// Compares a call with a recording: addresses, lengths, liveness. `on_path` says whether a storage is an output of the path.
+pub(super) fn admit<D: Device>(
+    node: &Node<D>,
+    args: &[Arg<'_, D>],
+    on_path: impl Fn(&Storage<D>) -> bool,
+) -> Result<(), Mismatch> {
     if node.inputs.len() != args.len() {
         return Err(Mismatch::Count);
     }
@@ -45,6 +52,9 @@ pub(super) fn admit<D: Device>(node: &Node<D>, args: &[Arg<'_, D>]) -> Result<()
             InputSpec::Copied { bytes } => {
                 if tensor.bytes() != *bytes {
                     return Err(Mismatch::Length(index));
+                }
+                if tensor.storage().is_some_and(|s| on_path(s)) {
+                    return Err(Mismatch::ManagedNow(index));
                 }
             }
             InputSpec::Static { ptr, bytes, whole } => {

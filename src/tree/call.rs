@@ -447,7 +447,20 @@ impl<D: Device> Inner<D> {
         if !known {
             state.streams.push(stream.clone());
         }
+        if state.streams.len() > 1 {
+            // In use on several streams: its death has no place in the order of one. Later runs wait for all of them.
+            state.all_held().for_each(|storage| storage.hush());
+        }
         Ok(())
+    }
+
+    /// Makes the caller's stream wait for what the tree's was given. Where no event does, the host waits: work that was enqueued must not
+    /// run beside what comes next.
+    pub(super) fn join(&self, stream: &D::Stream) -> Result<()> {
+        self.follow(&self.stream, stream).or_else(|error| {
+            tracing::warn!(%error, "waiting for a warmup on the host");
+            Ok(self.allocator.device().synchronize(&self.stream)?)
+        })
     }
 
     /// Makes `after` wait for all that `before` has been given so far.

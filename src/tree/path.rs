@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use tracing::debug_span;
 
+use super::args::Arg;
 use super::generation::Generations;
 use super::{Inner, NodeKey, State};
 use crate::allocator::Claim;
 use crate::device::Device;
 use crate::error::Result;
 use crate::pool::{Adopt, Tag};
-use crate::storage::{LiveMask, Storage};
+use crate::storage::{LiveMask, Storage, Tensor};
 
 /// One run on the path.
 pub(super) struct Entry<D: Device> {
@@ -65,6 +66,22 @@ impl<D: Device> State<D> {
         })
     }
 
+    /// A handle on each output of the path that somebody besides this call's given inputs holds. Kept while a closure runs: what another thread drops
+    /// meanwhile dies afterwards, so that nothing the closure does depends on it, nor its memory is written while that thread's work reads it.
+    pub(super) fn hold(&self, args: &[Arg<'_, D>]) -> Vec<Tensor<D>> {
+        let given = |storage: &Arc<Storage<D>>| {
+            args.iter()
+                .filter(|arg| arg.is_given())
+                .filter_map(|arg| arg.tensor()?.storage())
+                .filter(|s| Arc::ptr_eq(s, storage))
+                .count() as u64
+        };
+        self.all_held()
+            .filter(|storage| storage.owners() > given(storage))
+            .filter_map(Tensor::hold)
+            .collect()
+    }
+
     /// The node at the path's end, unless the path is empty or ends in a warmup.
     pub(super) fn tip(&self) -> Option<NodeKey> {
         match self.path.last()?.run {
@@ -84,7 +101,7 @@ impl<D: Device> State<D> {
         )
     }
 
-    /// Whether the last run was a warmup or a recording: then a dead path ends at once, as it would have at the next recording.
+    /// Whether the tip was warmed up or recorded: dead, it is then forgotten at once, as the next recording would.
     pub(super) fn tip_is_exact(&self) -> bool {
         !matches!(
             self.path.last(),
@@ -93,11 +110,6 @@ impl<D: Device> State<D> {
                 ..
             })
         )
-    }
-
-    /// Whether somebody holds an output of the path.
-    pub(super) fn path_is_live(&self) -> bool {
-        self.path.iter().any(|entry| self.live_of(entry).any())
     }
 
     /// How many output storages of the path are held.
@@ -116,9 +128,23 @@ impl<D: Device> State<D> {
             .flat_map(|entry| self.held(entry))
     }
 
-    /// Forgets a path of which nothing is held.
-    pub(super) fn end_path(&mut self) {
-        self.path.clear();
+    /// Whether there is a tip, of which nothing is held.
+    pub(super) fn tip_is_dead(&self) -> bool {
+        self.path
+            .last()
+            .is_some_and(|entry| !self.live_of(entry).any())
+    }
+
+    /// Whether there is a tip, and it belongs to another generation.
+    pub(super) fn tip_is_before(&self, generation: u64) -> bool {
+        self.path
+            .last()
+            .is_some_and(|tip| tip.generation != generation)
+    }
+
+    /// Forgets a tip of which nothing is held: the memory is as its parent left it.
+    pub(super) fn cut_tip(&mut self) {
+        self.path.pop();
         self.settle_books();
     }
 
@@ -149,7 +175,8 @@ impl<D: Device> State<D> {
         self.books_exact |= self.path.is_empty() && self.carried.is_empty();
     }
 
-    /// Ends the generations whose tokens were dropped: what is held of them goes stale. Costs what is held, and a look at each run.
+    /// Ends the generations whose tokens were dropped: what is held of them goes stale, and the runs at the path's end that belong to them are
+    /// forgotten. Costs what is held, and a look at each run.
     pub(super) fn retire(
         &mut self,
         generations: &Generations,
@@ -158,21 +185,19 @@ impl<D: Device> State<D> {
         at: &'static Location<'static>,
     ) {
         self.seen_ended = ended;
-        let mut open = 0;
+        let ended = |entry: &Entry<D>| !generations.is_open(entry.generation);
         for entry in self.path.iter().chain(&self.carried) {
-            if generations.is_open(entry.generation) {
-                open += 1;
-                continue;
-            }
-            for storage in self.held(entry) {
-                storage.invalidate(by, at);
+            if ended(entry) {
+                for storage in self.held(entry) {
+                    storage.invalidate(by, at);
+                }
             }
         }
-        if open == 0 {
-            self.path.clear();
-            self.carried.clear();
-            self.books_exact = true;
+        // A token may be dropped between the two looks: so what is forgotten must be dead besides.
+        while self.tip_is_dead() && self.path.last().is_some_and(ended) {
+            self.cut_tip();
         }
+        self.drop_carried();
     }
 }
 

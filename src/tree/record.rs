@@ -54,6 +54,9 @@ impl<D: Device> Inner<D> {
         let entered = span.enter();
         self.order(&mut state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
+        let held = state.hold(call.args);
+        // The closure may see the last handle go: the graph reads them when it is launched.
+        let _bound = state.functions[call.function].bound_inputs()?;
         let before: Vec<SmallVec<[u64; 2]>> =
             state.path.iter().map(|e| words(state.live_of(e))).collect();
         let (mut state, recorded) = self.capture(state, &mut call);
@@ -73,7 +76,7 @@ impl<D: Device> Inner<D> {
                 state.counts.failed_captures += 1;
                 state.functions[call.function].variants[call.variant].capture_failed();
                 state.last_failure = Some(error);
-                drop(entered);
+                drop((entered, held));
                 self.warmup(state, call, out)
             }
         }
@@ -296,6 +299,14 @@ impl<D: Device> Inner<D> {
             outputs,
             footprint,
         } = recorded;
+        // Given and kept inside: the caller's again, and not to die between the looks that follow.
+        let _kept: Vec<_> = given
+            .iter()
+            .filter_map(|given| {
+                given.storage.hand_over(call.stream);
+                Tensor::hold(&given.storage)
+            })
+            .collect();
         let mut must_be_dead = Vec::new();
         let mut consumed = Vec::new();
         for (entry, before) in state.path.iter().zip(before) {

@@ -47,6 +47,9 @@ impl<D: Device> Inner<D> {
             .launch_graph(&node.exec, call.stream, &node.sources)?;
         trace!(node = node.id.0, "replay");
 
+        for consumed in &node.consumed {
+            consumed.storage.hush();
+        }
         out.begin(Phase::Replay, Some(node.id));
         for (storage, outputs) in &node.slots {
             storage.hand_out(*outputs);

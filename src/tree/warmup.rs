@@ -25,60 +25,73 @@ impl<D: Device> Inner<D> {
     ) -> Result<()> {
         let span = debug_span!("warmup", function = %call.name);
         let _entered = span.enter();
+        // The closure may see the last handle go: what it enqueued reads them until it has been joined.
+        let _bound = state.functions[call.function].bound_inputs()?;
         self.order(&mut state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
         let born = Born::new();
-        let mut placed = self.place(&state, &call, &born)?;
-        self.copy_in(&placed)?;
+        let placed = self.place(&state, &call, &born).and_then(|placed| {
+            self.copy_in(&placed)?;
+            Ok(placed)
+        });
+        let mut placed = match placed {
+            Ok(placed) => placed,
+            Err(error) => {
+                self.join(call.stream)?;
+                return Err(error);
+            }
+        };
+        let _held = state.hold(call.args);
         let body = state.functions[call.function].body.clone();
-        let (inputs, _) = self.hand_in(
+        let (inputs, given) = self.hand_in(
             &mut call,
             std::mem::take(&mut placed.slots),
             std::mem::take(&mut placed.bound),
         );
 
-        let outcome = self.unlocked(state, || {
+        let (mut state, outcome) = self.unlocked(state, || {
             self.call_body(&body, inputs, Phase::Warmup, &born)
         });
-        let (mut state, outcome) = outcome;
         let storages = born.storages();
-        // Whatever came of it, the caller's next work comes after what was enqueued.
-        let followed = self.follow(&self.stream, call.stream);
-        let outputs = match outcome {
-            Outcome::Returned(outputs) => outputs,
-            Outcome::Failed(source) => {
-                self.drop_survivors(&call, &storages);
-                return Err(Error::Function {
-                    function: call.name.clone(),
-                    phase: Phase::Warmup,
-                    source,
-                });
+        let mut panicked = None;
+        let sorted = match outcome {
+            Outcome::Returned(outputs) => {
+                let function = &state.functions[call.function];
+                let specs = &mut placed.specs;
+                self.sort_outputs(function, &call, Phase::Warmup, specs, &outputs, &storages)
+                    .map(|sorted| Some((sorted, outputs)))
             }
+            Outcome::Failed(source) => Err(Error::Function {
+                function: call.name.clone(),
+                phase: Phase::Warmup,
+                source,
+            }),
             Outcome::Panicked(panic) => {
-                self.drop_survivors(&call, &storages);
-                drop(state);
-                std::panic::resume_unwind(panic);
+                panicked = Some(panic);
+                Ok(None)
             }
         };
-        let sorted = followed.and_then(|()| {
-            let function = &state.functions[call.function];
-            self.sort_outputs(
-                function,
-                &call,
-                Phase::Warmup,
-                &mut placed.specs,
-                &outputs,
-                &storages,
-            )
-        });
-        let sorted = match sorted {
-            Ok(sorted) => sorted,
-            Err(error) => {
-                drop(outputs);
+        if !matches!(sorted, Ok(Some(_))) {
+            self.drop_survivors(&call, &storages);
+        }
+        // Whatever came of it, the caller's next work comes after what was enqueued, and after what died of it.
+        let joined = self.join(call.stream);
+        for given in &given {
+            given.storage.hand_over(call.stream);
+        }
+        if let Some(panic) = panicked {
+            drop(state);
+            std::panic::resume_unwind(panic);
+        }
+        let (sorted, outputs) = match (sorted, joined) {
+            (Ok(Some(sorted)), Ok(())) => sorted,
+            (Err(error), _) | (_, Err(error)) => {
                 self.drop_survivors(&call, &storages);
                 return Err(error);
             }
+            // Nothing but a panic gives neither.
+            (Ok(None), Ok(())) => return Ok(()),
         };
         let live = self.settle(call.name, &sorted, call.stream);
         let slots = sorted

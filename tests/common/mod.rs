@@ -11,7 +11,7 @@ use cudagraph_trees::device::kernels::KernelSet;
 use cudagraph_trees::pool::{Backing, BackingError, PoolSnapshot, StreamId};
 use cudagraph_trees::{
     Allocator, Arg, BodyResult, Capture, Function, FunctionSpec, GraphTrees, Inputs, Outputs,
-    Phase, Recorder, Result, Step, Tensor, lend,
+    Phase, Recorder, Result, Step, Tensor, give, lend,
 };
 
 /// A device with everything that stands on it.
@@ -124,6 +124,30 @@ impl<D: Device> Rig<D> {
     pub fn phased(&self, f: &Function, step: &Step, input: &Tensor<D>) -> (Phase, Tensor<D>) {
         let outputs = self.run(f, step, &[input]);
         (outputs.phase(), outputs.only().unwrap())
+    }
+
+    /// Runs a function with any inputs and key.
+    #[track_caller]
+    pub fn call(
+        &self,
+        f: &Function,
+        step: &Step,
+        key: &[i64],
+        args: &mut [Arg<'_, D>],
+    ) -> Outputs<D> {
+        self.trees.run(f, step, key, &self.stream, args).unwrap()
+    }
+
+    /// Runs a function of one given input and one output: the phase, and the output.
+    #[track_caller]
+    pub fn moved(&self, f: &Function, step: &Step, input: Tensor<D>) -> (Phase, Tensor<D>) {
+        let outputs = self.call(f, step, &[], &mut [give(input)]);
+        (outputs.phase(), outputs.only().unwrap())
+    }
+
+    /// The layout of the tree's pool.
+    pub fn layout(&self) -> String {
+        self.trees.pool_snapshot().layout()
     }
 
     /// In a capture of a single graph: a new tensor x * scale + add.
