@@ -347,6 +347,29 @@ impl<D: Device> Storage<D> {
         }
     }
 
+    /// Takes it from exactly `owners` owners, so that nobody comes to hold it in between. What [`put_back`](Storage::put_back) or
+    /// [`end`](Storage::end) wants, one of which must follow; `None` if others hold it too.
+    pub(crate) fn take(&self, owners: u64) -> Option<u64> {
+        self.word.take(owners)
+    }
+
+    /// Gives back what was taken, as if nothing had been.
+    pub(crate) fn put_back(&self, taken: u64) {
+        self.word.put_back(taken);
+    }
+
+    /// Ends what was taken: the storage is dead, and its last handles touch nothing.
+    pub(crate) fn end(&self, taken: u64) {
+        if let Some(home) = self.home.get() {
+            home.live.clear(home.bit);
+        }
+        let (owning, watched) = Word::flags(taken);
+        if owning || watched {
+            self.give_back(watched);
+        }
+        self.word.end(taken);
+    }
+
     /// The stream that its memory is used on again once it is free.
     pub(crate) fn freed_on(&self) -> Option<D::Stream> {
         lock(&self.custody).stream.clone()

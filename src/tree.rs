@@ -39,6 +39,7 @@ use function::{Bound, FunctionState};
 use generation::Generations;
 use node::Node;
 use path::Entry;
+use replay::Taken;
 
 pub use admit::Mismatch;
 pub use args::{Arg, BodyResult, Inputs, Value, give, lend};
@@ -350,7 +351,16 @@ impl<D: Device> Inner<D> {
             gives |= arg.is_given();
         }
         let variant = state.functions[function.key].variant_or_new(key);
-        let choice = state.choose(function.key, variant, step.number(), args);
+        let (choice, taken) = loop {
+            let choice = state.choose(function.key, variant, step.number(), args);
+            let Choice::Replay(node) = choice else {
+                break (choice, Taken::new());
+            };
+            // Otherwise somebody has come to hold what the node consumes: it is not admitted any more.
+            if let Some(taken) = state.take_consumed(node, args) {
+                break (choice, taken);
+            }
+        };
         let call = Call {
             function: function.key,
             variant,
@@ -358,10 +368,11 @@ impl<D: Device> Inner<D> {
             generation: step.number(),
             stream,
             args,
+            gives,
             at,
         };
         match choice {
-            Choice::Replay(node) => self.replay(state, node, call, gives, out),
+            Choice::Replay(node) => self.replay(state, node, call, &taken, out),
             Choice::Record => self.record(state, call, out),
             Choice::Warmup => self.warmup(state, call, out),
         }

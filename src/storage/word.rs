@@ -157,6 +157,32 @@ impl Word {
         }
     }
 
+    /// Takes the generation from exactly `owners` owners: the word is `DYING` until [`put_back`](Word::put_back) or [`end`](Word::end). The word
+    /// before; `None` if others hold it, or fewer.
+    pub(super) fn take(&self, owners: u64) -> Option<u64> {
+        self.settled();
+        self.update(|w| {
+            let all = w & OWNERS == owners && owners != 0 && owners != STUCK;
+            all.then_some((w & !OWNERS) | DYING)
+        })
+    }
+
+    /// Gives back what was taken.
+    pub(super) fn put_back(&self, before: u64) {
+        self.0.store(before, Ordering::Release);
+    }
+
+    /// What a word that was taken said: whether it owned, and was watched.
+    pub(super) fn flags(before: u64) -> (bool, bool) {
+        (before & OWNING != 0, before & WATCHED != 0)
+    }
+
+    /// Ends a generation that was taken: its handles touch nothing from here on.
+    pub(super) fn end(&self, before: u64) {
+        let next = ((before >> STAMP) + 1) << STAMP | (before & WATCHED);
+        self.0.store(next, Ordering::Release);
+    }
+
     /// It owns a block now. False if nobody holds it (any more).
     pub(super) fn set_owning(&self) -> bool {
         self.settled();
@@ -222,6 +248,23 @@ mod tests {
         }
         assert_eq!(word.invalidate(), Some((true, false)));
         assert_eq!((word.stamp(), word.owners()), (1, 0));
+    }
+
+    #[test]
+    fn a_generation_is_taken_from_exactly_its_owners() {
+        let word = Word::new(true, 2);
+        assert_eq!(word.take(1), None);
+        assert_eq!(word.take(3), None);
+        let before = word.take(2).unwrap();
+        assert_eq!(word.owners(), 0);
+        assert!(!word.retain_if_held(0), "nobody comes in between");
+        word.put_back(before);
+        assert_eq!((word.owners(), word.stamp()), (2, 0));
+        let before = word.take(2).unwrap();
+        assert_eq!(Word::flags(before), (true, false));
+        word.end(before);
+        assert_eq!((word.owners(), word.stamp()), (0, 1));
+        assert_eq!(word.release(0), Release::Other);
     }
 
     #[test]

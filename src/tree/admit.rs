@@ -99,12 +99,7 @@ pub(super) fn admit<D: Device>(
         return Err(Mismatch::Held);
     }
     for consumed in &node.consumed {
-        let given = consumed
-            .inputs
-            .iter()
-            .filter(|i| args[**i].is_given())
-            .count() as u64;
-        if consumed.storage.owners() != given {
+        if consumed.storage.owners() != consumed.given(args) {
             return Err(Mismatch::NotGivenUp);
         }
     }

@@ -25,6 +25,8 @@ pub(super) struct Call<'c, 'a, D: Device> {
     pub(super) generation: u64,
     pub(super) stream: &'c D::Stream,
     pub(super) args: &'c mut [Arg<'a, D>],
+    /// Whether an input is given.
+    pub(super) gives: bool,
     pub(super) at: &'static Location<'static>,
 }
 

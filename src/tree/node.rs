@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::args::Value;
+use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
 use crate::device::{Device, DevicePtr, GraphInfo};
 use crate::pool::{Allocation, Checkpoint};
@@ -108,6 +108,13 @@ pub(super) struct Consumed<D: Device> {
     pub(super) storage: Arc<Storage<D>>,
     /// The passed inputs that lie in it.
     pub(super) inputs: SmallVec<[usize; 2]>,
+}
+
+impl<D: Device> Consumed<D> {
+    /// How many handles on it a call gives up.
+    pub(super) fn given(&self, args: &[Arg<'_, D>]) -> u64 {
+        self.inputs.iter().filter(|i| args[**i].is_given()).count() as u64
+    }
 }
 
 /// The addresses of these storages, as disjoint ranges in ascending order.

@@ -3,10 +3,12 @@
 use std::panic::Location;
 use std::sync::Arc;
 
+use slotmap::SlotMap;
 use tracing::debug_span;
 
 use super::args::Arg;
 use super::generation::Generations;
+use super::node::Node;
 use super::{Inner, NodeKey, State};
 use crate::allocator::Claim;
 use crate::device::Device;
@@ -34,12 +36,19 @@ pub(super) struct Warm<D: Device> {
     pub(super) live: Arc<LiveMask>,
 }
 
+fn live_in<'a, D: Device>(
+    nodes: &'a SlotMap<NodeKey, Node<D>>,
+    entry: &'a Entry<D>,
+) -> &'a Arc<LiveMask> {
+    match &entry.run {
+        Run::Node { node, .. } => &nodes[*node].live,
+        Run::Warm(warm) => &warm.live,
+    }
+}
+
 impl<D: Device> State<D> {
     pub(super) fn live_of<'a>(&'a self, entry: &'a Entry<D>) -> &'a Arc<LiveMask> {
-        match &entry.run {
-            Run::Node { node, .. } => &self.nodes[*node].live,
-            Run::Warm(warm) => &warm.live,
-        }
+        live_in(&self.nodes, entry)
     }
 
     /// The output storages of an entry, by bit.
@@ -151,21 +160,16 @@ impl<D: Device> State<D> {
     /// Ends a path of which something is held, by another generation than the one that goes on: the next run is at the root again, and
     /// what is held is carried along, out of its way.
     pub(super) fn carry_path(&mut self) {
-        let path = std::mem::take(&mut self.path);
-        let (held, _) = path
-            .into_iter()
-            .partition::<Vec<_>, _>(|entry| self.live_of(entry).any());
-        self.carried.extend(held);
+        let nodes = &self.nodes;
+        let held = |entry: &Entry<D>| live_in(nodes, entry).any();
+        self.carried.extend(self.path.drain(..).filter(held));
     }
 
     /// Forgets what was carried along and is not held any more.
     pub(super) fn drop_carried(&mut self) {
         if !self.carried.is_empty() {
-            let carried = std::mem::take(&mut self.carried);
-            self.carried = carried
-                .into_iter()
-                .filter(|entry| self.live_of(entry).any())
-                .collect();
+            let nodes = &self.nodes;
+            self.carried.retain(|entry| live_in(nodes, entry).any());
             self.settle_books();
         }
     }

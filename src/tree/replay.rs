@@ -4,11 +4,12 @@
 
 use std::sync::MutexGuard;
 
+use smallvec::SmallVec;
 use tracing::trace;
 
 use super::args::Arg;
 use super::call::Call;
-use super::node::OutputSpec;
+use super::node::{Consumed, Node, OutputSpec};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, NodeKey, State};
@@ -16,39 +17,67 @@ use crate::device::Device;
 use crate::error::{Error, Phase, Result};
 use crate::storage::Tensor;
 
+/// The words of the storages that a replay consumes, in order: taken from this call, and from nobody else.
+pub(super) type Taken = SmallVec<[u64; 4]>;
+
+impl<D: Device> State<D> {
+    /// Takes what a node consumes. `None` if somebody has come to hold some of it since the node was admitted.
+    pub(super) fn take_consumed(&self, key: NodeKey, args: &[Arg<'_, D>]) -> Option<Taken> {
+        let consumed = &self.nodes[key].consumed;
+        let mut taken = Taken::new();
+        for c in consumed {
+            let given = c.given(args);
+            // Dead already: nobody can come to hold it.
+            match if given == 0 {
+                Some(0)
+            } else {
+                c.storage.take(given)
+            } {
+                Some(word) => taken.push(word),
+                None => {
+                    put_back(consumed, &taken, args);
+                    return None;
+                }
+            }
+        }
+        Some(taken)
+    }
+}
+
+fn put_back<D: Device>(consumed: &[Consumed<D>], taken: &[u64], args: &[Arg<'_, D>]) {
+    for (c, word) in consumed.iter().zip(taken) {
+        if c.given(args) > 0 {
+            c.storage.put_back(*word);
+        }
+    }
+}
+
 impl<D: Device> Inner<D> {
-    /// Replays a node that was admitted. An error of the launch leaves everything as it was.
+    /// Replays a node that was admitted, with what it consumes taken. An error of the launch leaves everything as it was.
     pub(super) fn replay(
         &self,
         mut state: MutexGuard<'_, State<D>>,
         key: NodeKey,
         mut call: Call<'_, '_, D>,
-        gives: bool,
+        taken: &Taken,
         out: &mut Outputs<D>,
     ) -> Result<()> {
-        self.order(&mut state, call.stream)?;
+        let launched = self
+            .order(&mut state, call.stream)
+            .and_then(|()| self.launch(&mut state.nodes[key], &call));
         let state = &mut *state;
         let node = &mut state.nodes[key];
-        node.sources.clear();
-        for index in &node.copied {
-            node.sources
-                .extend(call.args[*index as usize].tensor().map(Tensor::address));
+        if let Err(error) = launched {
+            put_back(&node.consumed, taken, call.args);
+            return Err(error);
         }
-        // What a function bound may have died between the look and here; then nothing was launched yet.
-        let died = |output: &&OutputSpec<D>| matches!(output, OutputSpec::Bound(weak) if weak.upgrade().is_none());
-        if node.returns_bound && node.outputs.iter().any(|o| died(&o)) {
-            return Err(Error::StaticDied {
-                function: call.name.clone(),
-                input: 0,
-            });
-        }
-        self.allocator
-            .device()
-            .launch_graph(&node.exec, call.stream, &node.sources)?;
         trace!(node = node.id.0, "replay");
 
-        for consumed in &node.consumed {
-            consumed.storage.hush();
+        for (consumed, word) in node.consumed.iter().zip(taken) {
+            if consumed.given(call.args) > 0 {
+                consumed.storage.hush();
+                consumed.storage.end(*word);
+            }
         }
         out.begin(Phase::Replay, Some(node.id));
         for (storage, outputs) in &node.slots {
@@ -91,9 +120,28 @@ impl<D: Device> Inner<D> {
         });
         state.books_exact = false;
         state.counts.replays += 1;
-        if gives {
+        if call.gives {
             self.give_up(&mut call);
         }
         Ok(())
+    }
+
+    /// Hands the addresses of the moving inputs over with the launch.
+    fn launch(&self, node: &mut Node<D>, call: &Call<'_, '_, D>) -> Result<()> {
+        node.sources.clear();
+        for index in &node.copied {
+            node.sources
+                .extend(call.args[*index as usize].tensor().map(Tensor::address));
+        }
+        // What a function bound may have died between the look and here; then nothing was launched yet.
+        let died = |output: &OutputSpec<D>| matches!(output, OutputSpec::Bound(weak) if weak.upgrade().is_none());
+        if node.returns_bound && node.outputs.iter().any(died) {
+            return Err(Error::StaticDied {
+                function: call.name.clone(),
+                input: 0,
+            });
+        }
+        let device = self.allocator.device();
+        Ok(device.launch_graph(&node.exec, call.stream, &node.sources)?)
     }
 }

@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each suite uses its part
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudagraph_trees::device::Device;
 use cudagraph_trees::device::faulty::Faulty;
@@ -308,15 +308,67 @@ pub fn hosts() -> impl Iterator<Item = HostDevice> {
         .map(|seed| HostDevice::builder().seed(seed).build().unwrap())
 }
 
-/// Runs each scenario over every device: `suite!(name, ..)` where `fn name<D: Device>(rig: Rig<D>)`.
+/// Whether the suites are to run on the first CUDA device: `CUDAGRAPH_TREES_DEVICE=cuda`.
+pub fn on_cuda() -> bool {
+    match std::env::var("CUDAGRAPH_TREES_DEVICE") {
+        Err(_) => false,
+        Ok(name) => match name.as_str() {
+            "host" => false,
+            "cuda" => true,
+            other => panic!("CUDAGRAPH_TREES_DEVICE={other}: there are host and cuda"),
+        },
+    }
+}
+
+/// The CUDA device, one for all tests of a binary.
+#[cfg(feature = "cuda-any")]
+pub fn cuda() -> cudagraph_trees::device::cuda::CudaDevice {
+    use cudagraph_trees::device::cuda::CudaDevice;
+    static DEVICE: std::sync::OnceLock<CudaDevice> = std::sync::OnceLock::new();
+    DEVICE
+        .get_or_init(|| CudaDevice::new(0).unwrap_or_else(|why| panic!("no CUDA device: {why}")))
+        .clone()
+}
+
+/// Without the feature there is none.
+#[cfg(not(feature = "cuda-any"))]
+pub fn cuda() -> HostDevice {
+    panic!("the tests were built without the feature `cuda`")
+}
+
+/// On a CUDA device tests run one by one: what waits for the whole device would break another test's capture.
+pub fn one_by_one() -> Option<MutexGuard<'static, ()>> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    on_cuda().then(|| ALONE.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// Runs each scenario, a `fn name<D: Device>(rig: Rig<D>)`, over the chosen device: `suite!(name, ..)`. On the host device under a few
+/// schedules; on either also behind an adaptor that could make calls fail and does not.
 #[macro_export]
 macro_rules! suite {
     ($($name:ident),+ $(,)?) => {
-        mod host {
-            $(#[test] fn $name() { for device in $crate::common::hosts() { super::$name($crate::common::Rig::new(device)); } })+
+        mod plain {
+            $(#[test] fn $name() {
+                let _alone = $crate::common::one_by_one();
+                if $crate::common::on_cuda() {
+                    super::$name($crate::common::Rig::new($crate::common::cuda()));
+                } else {
+                    for device in $crate::common::hosts() {
+                        super::$name($crate::common::Rig::new(device));
+                    }
+                }
+            })+
         }
         mod faulty {
-            $(#[test] fn $name() { super::$name($crate::common::Rig::new($crate::common::wrapped())); })+
+            $(#[test] fn $name() {
+                use cudagraph_trees::device::faulty::Faulty;
+                let _alone = $crate::common::one_by_one();
+                if $crate::common::on_cuda() {
+                    super::$name($crate::common::Rig::new(Faulty::new($crate::common::cuda())));
+                } else {
+                    super::$name($crate::common::Rig::new($crate::common::wrapped()));
+                }
+            })+
         }
     };
 }
