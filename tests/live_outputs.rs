@@ -826,12 +826,12 @@ fn a_given_input_is_reused_inside_the_graph<D: Device>(rig: Rig<D>) {
         drop(rig.one(&a, &rig.trees.step(), &x));
         let step = rig.trees.step();
         let y = rig.one(&a, &step, &x);
-        assert_eq!(rig.layout(), "S0@st2[F512 A512 F2096128]");
+        assert_eq!(rig.layout(), "S0@st0[F512 A512 F2096128]");
         let (phase, out) = rig.moved(&b, &step, y);
         assert_eq!(phase, Record);
         assert_eq!(
             rig.layout(),
-            "S0@st2[F512 A512 F2096128]",
+            "S0@st0[F512 A512 F2096128]",
             "where a's output was"
         );
         assert_eq!(rig.read(&out), [21.0; 128]);

@@ -15,7 +15,7 @@ struct Scratch(PathBuf);
 
 impl Scratch {
     fn new(name: &str, bytes: &[u8]) -> Scratch {
-        let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let path = std::env::temp_dir().join(format!("{}-{name}", std::process::id()));
         fs::write(&path, bytes).unwrap();
         Scratch(path)
     }
@@ -128,7 +128,7 @@ fn files_that_cannot_be_read() {
         missing.to_string().starts_with("no/such/file: "),
         "{missing}"
     );
-    let folder = env!("CARGO_TARGET_TMPDIR").to_string();
+    let folder = std::env::temp_dir().to_string_lossy().into_owned();
     let error = replay_trace::run(std::slice::from_ref(&folder)).unwrap_err();
     assert!(error.to_string().starts_with(&folder), "{error}");
 }

@@ -147,7 +147,7 @@ impl<D: Device> Rig<D> {
 
     /// The layout of the tree's pool.
     pub fn layout(&self) -> String {
-        self.trees.pool_snapshot().layout()
+        layout(&self.trees.pool_snapshot())
     }
 
     /// In a capture of a single graph: a new tensor x * scale + add.
