@@ -90,8 +90,6 @@ pub struct Pool<B: Backing> {
     next_id: u64,
     /// Blocks that a restore took out of the books and whose owners have not freed them yet.
     orphans: Orphans,
-    /// Changes of tags so far.
-    retags: u64,
     /// Saved states, by the keys of checkpoints.
     saved: Vec<Saved>,
     /// Places in `saved` that no checkpoint names.
@@ -128,7 +126,6 @@ impl<B: Backing> Pool<B> {
             lists: 0,
             next_id: 1,
             orphans: Orphans::default(),
-            retags: 0,
             saved: Vec::new(),
             vacant: Vec::new(),
             token,
@@ -220,12 +217,14 @@ impl<B: Backing> Pool<B> {
     #[inline]
     #[must_use]
     pub fn contains(&self, allocation: Allocation) -> bool {
-        let block = self.books.records.find(allocation.slot);
+        let records = &self.books.records;
         allocation.pool == self.mark
-            && block.is_some_and(|block| {
-                block.id == allocation.id && block.address == allocation.address
-            })
             && !allocation.is_empty()
+            && records
+                .owners
+                .find(allocation.slot)
+                .is_some_and(|owner| owner.id == allocation.id)
+            && records.get(allocation.slot).address == allocation.address
     }
 
     /// Gives a live block another owner. A restore that keeps the block keeps the tag too. An empty allocation has no
@@ -240,8 +239,7 @@ impl<B: Backing> Pool<B> {
         if !self.contains(allocation) {
             return Err(PoolError::NotLive { allocation });
         }
-        self.books.records.edit(allocation.slot).tag = tag.0;
-        self.retags += 1;
+        self.books.records.owners.edit(allocation.slot).tag = tag.0;
         Ok(())
     }
 
@@ -255,10 +253,10 @@ impl<B: Backing> Pool<B> {
             self.saved.len() as u32 - 1
         });
         let saved = &mut self.saved[key as usize];
-        self.books.records.save(&mut saved.table);
+        self.books.records.save(&mut saved.tables);
         saved.state.copy_from(&self.books.state);
         saved.held = true;
-        (saved.epoch, saved.retags) = (self.segments.epoch, self.retags);
+        saved.epoch = self.segments.epoch;
         self.stats.checkpoints += 1;
         self.stats.checkpoints_held += 1;
         Checkpoint::new(&self.token, key)
@@ -270,7 +268,7 @@ impl<B: Backing> Pool<B> {
         self.token.take_dropped(&mut self.vacant);
         for &key in &self.vacant[before..] {
             let saved = &mut self.saved[key as usize];
-            self.books.records.forget(&mut saved.table);
+            self.books.records.forget(&mut saved.tables);
             saved.held = false;
             self.stats.checkpoints_held -= 1;
         }

@@ -7,7 +7,7 @@
 //! beginning of a segment never changes its slot, nor does a live block.
 
 use super::index::FreeList;
-use super::pages::{NIL, Record, Records};
+use super::pages::{Cell, NIL, Owner, Record, Records, Tables, height};
 
 /// The beginning of a segment in the books.
 #[derive(Clone, Copy)]
@@ -70,6 +70,22 @@ impl State {
     }
 }
 
+/// Where a block lies.
+struct Place {
+    /// Its segment's number.
+    segment: u32,
+    /// The free lists its segment belongs to.
+    list: u32,
+    /// Where it begins.
+    address: u64,
+    /// Its length in bytes.
+    size: u64,
+    /// The block before it in its segment.
+    prev: u32,
+    /// The block after it in its segment.
+    next: u32,
+}
+
 /// The books.
 pub(super) struct Books {
     /// The block records.
@@ -90,23 +106,35 @@ impl Books {
         }
     }
 
-    /// Makes an unused record a free block, and puts it into the index.
+    /// Takes an unused record.
     #[inline]
-    fn add_free(&mut self, record: Record) -> u32 {
+    fn take_unused(&mut self) -> u32 {
         let slot = self.state.unused;
-        let slot = if slot != NIL {
+        if slot != NIL {
             self.state.unused = self.records.get(slot).next;
-            slot
-        } else {
-            debug_assert!(self.state.slots < NIL, "2^32 records are 256 GiB of books");
-            let slot = self.state.slots;
-            if slot as usize >= self.records.capacity() {
-                self.records.grow();
-            }
-            self.state.slots += 1;
-            slot
+            return slot;
+        }
+        debug_assert!(self.state.slots < NIL, "2^32 records are 256 GiB of books");
+        let slot = self.state.slots;
+        self.records.reach(slot);
+        self.state.slots += 1;
+        slot
+    }
+
+    /// Makes an unused record the free block of a place, and puts it into the index.
+    #[inline]
+    fn add_free(&mut self, place: Place) -> u32 {
+        let slot = self.take_unused();
+        *self.records.edit(slot) = Record {
+            address: place.address,
+            size: place.size,
+            height: height(place.address),
+            segment: place.segment,
+            list: place.list,
+            prev: place.prev,
+            next: place.next,
+            ..Record::NONE
         };
-        *self.records.edit(slot) = record;
         self.index(slot);
         slot
     }
@@ -116,7 +144,7 @@ impl Books {
     fn index(&mut self, slot: u32) {
         let record = self.records.get(slot);
         let (list, units) = (record.list, record.size >> self.shift);
-        self.state.lists[list as usize].insert(&mut self.records, slot, units);
+        self.state.lists[list as usize].insert(&mut self.records.blocks, slot, units);
     }
 
     /// Takes a free block out of the index.
@@ -124,7 +152,7 @@ impl Books {
     fn unindex(&mut self, slot: u32) {
         let record = self.records.get(slot);
         let (list, units) = (record.list, record.size >> self.shift);
-        self.state.lists[list as usize].remove(&mut self.records, slot, units);
+        self.state.lists[list as usize].remove(&mut self.records.blocks, slot, units);
     }
 
     /// Makes a record unused whose block has become part of another.
@@ -136,12 +164,13 @@ impl Books {
 
     /// Adds a segment as one free block.
     pub fn add_segment(&mut self, segment: u32, list: u32, address: u64, size: u64) -> u32 {
-        let slot = self.add_free(Record {
-            address,
-            size,
+        let slot = self.add_free(Place {
             segment,
             list,
-            ..Record::NONE
+            address,
+            size,
+            prev: NIL,
+            next: NIL,
         });
         self.state.heads.push(Head { segment, slot });
         slot
@@ -160,7 +189,7 @@ impl Books {
         self.state
             .lists
             .get(list)?
-            .at_least(&self.records, size, size >> self.shift)
+            .at_least(&self.records.blocks, size, size >> self.shift)
     }
 
     /// Makes a free block live, and what is beyond `size` a free block if `split`. Returns address and length.
@@ -175,20 +204,20 @@ impl Books {
         requested: u64,
     ) -> (u64, u64) {
         self.unindex(slot);
-        let record = self.records.edit_id(slot, id);
-        (record.tag, record.requested) = (tag, requested);
+        *self.records.owners.edit(slot) = Owner { id, tag };
+        let record = self.records.edit(slot);
+        record.requested = requested;
         let (address, mut bytes) = (record.address, record.size);
         if split {
             let (segment, list, next) = (record.segment, record.list, record.next);
             record.size = size;
-            let rest = self.add_free(Record {
-                address: address + size,
-                size: bytes - size,
+            let rest = self.add_free(Place {
                 segment,
                 list,
+                address: address + size,
+                size: bytes - size,
                 prev: slot,
                 next,
-                ..Record::NONE
             });
             self.records.edit(slot).next = rest;
             if next != NIL {
@@ -207,21 +236,21 @@ impl Books {
     pub fn part(&mut self, slot: u32, front: u64) -> u32 {
         self.unindex(slot);
         let record = self.records.edit(slot);
-        let back = Record {
-            address: record.address + front,
-            size: record.size - front,
+        let next = record.next;
+        let back = Place {
             segment: record.segment,
             list: record.list,
+            address: record.address + front,
+            size: record.size - front,
             prev: slot,
-            next: record.next,
-            ..Record::NONE
+            next,
         };
         record.size = front;
         self.index(slot);
         let second = self.add_free(back);
         self.records.edit(slot).next = second;
-        if back.next != NIL {
-            self.records.edit(back.next).prev = second;
+        if next != NIL {
+            self.records.edit(next).prev = second;
         }
         second
     }
@@ -230,22 +259,24 @@ impl Books {
     /// the bytes that had been asked for.
     #[inline]
     pub fn vacate(&mut self, slot: u32) -> (u64, u64, u64) {
-        let record = self.records.edit_id(slot, 0);
-        let (address, bytes, requested) = (record.address, record.size, record.requested);
+        *self.records.owners.edit(slot) = Owner::NONE;
+        let record = self.records.edit(slot);
+        let (address, bytes) = (record.address, record.size);
+        let requested = std::mem::take(&mut record.requested);
         let (prev, next) = (record.prev, record.next);
         self.state.live.blocks -= 1;
         self.state.live.bytes -= bytes;
         self.state.live.requested -= requested;
 
         let (mut first, mut size, mut after) = (slot, bytes, next);
-        if next != NIL && self.records.get(next).id == 0 {
+        if next != NIL && !self.records.get(next).is_live() {
             self.unindex(next);
             let gone = self.records.get(next);
             size += gone.size;
             after = gone.next;
             self.retire(next);
         }
-        if prev != NIL && self.records.get(prev).id == 0 {
+        if prev != NIL && !self.records.get(prev).is_live() {
             self.unindex(prev);
             size += self.records.get(prev).size;
             first = prev;
@@ -267,7 +298,7 @@ impl Books {
         self.state
             .lists
             .iter()
-            .map(|list| list.largest(&self.records))
+            .map(|list| list.largest(&self.records.blocks))
             .max()
             .unwrap_or(0)
     }
@@ -286,18 +317,16 @@ impl Books {
 
     /// Whether the slot's block is free and covers `size` bytes.
     pub fn is_one_free_block(&self, head: Head, size: u64) -> bool {
-        {
-            let record = self.records.get(head.slot);
-            record.id == 0 && record.size == size
-        }
+        let record = self.records.get(head.slot);
+        !record.is_live() && record.size == size
     }
 
     /// The same in a saved state.
-    pub fn was_one_free_block(&self, table: &[u32], head: Head, size: u64) -> bool {
-        let (entry, at) = super::pages::place(head.slot);
+    pub fn was_one_free_block(&self, tables: &Tables, head: Head, size: u64) -> bool {
         self.records
-            .saved_page(table, entry)
-            .is_some_and(|(ids, records)| ids[at] == 0 && records[at].size == size)
+            .blocks
+            .saved(&tables.blocks, head.slot)
+            .is_some_and(|record| !record.is_live() && record.size == size)
     }
 }
 
@@ -320,7 +349,8 @@ mod tests {
                     (record.address, record.prev, record.segment),
                     (at, prev, number)
                 );
-                let free = books.records.get(slot).id == 0;
+                let free = !record.is_live();
+                assert_eq!(free, books.records.owners.get(slot).id == 0);
                 assert!(!(free && free_before), "two free neighbours");
                 if free {
                     let found = books.best_fit(record.list as usize, record.size);
@@ -339,7 +369,8 @@ mod tests {
         let mut unused = books.state.unused;
         while unused != NIL {
             assert!(!std::mem::replace(&mut seen[unused as usize], true));
-            assert_eq!(books.records.get(unused).id, 0);
+            assert!(!books.records.get(unused).is_live());
+            assert_eq!(books.records.owners.get(unused).id, 0);
             unused = books.records.get(unused).next;
         }
         assert!(
@@ -372,15 +403,15 @@ mod tests {
                 .wrapping_add(1_442_695_040_888_963_407);
             let (draw, size) = (seed >> 33, 512 * (1 + (seed >> 50) % 64));
             if id % 500 == 250 {
-                let (mut table, mut state) = (Vec::new(), State::EMPTY);
-                books.records.save(&mut table);
+                let (mut tables, mut state) = (Tables::EMPTY, State::EMPTY);
+                books.records.save(&mut tables);
                 state.copy_from(&books.state);
-                saved = Some((table, state, live.clone()));
+                saved = Some((tables, state, live.clone()));
             } else if id % 500 == 0
-                && let Some((mut table, state, then)) = saved.take()
+                && let Some((mut tables, state, then)) = saved.take()
             {
-                books.records.load(&table);
-                books.records.forget(&mut table);
+                books.records.load(&tables);
+                books.records.forget(&mut tables);
                 books.state.copy_from(&state);
                 live = then;
             } else if draw % 2 == 0

@@ -26,7 +26,7 @@ impl<B: Backing> Pool<B> {
         let records = &self.books.records;
         let around = self.books.blocks(heads[head]).find(|&slot| {
             let block = records.get(slot);
-            block.id == 0
+            !block.is_live()
                 && block.address <= address
                 && bytes <= block.size
                 && address - block.address <= block.size - bytes

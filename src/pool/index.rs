@@ -6,7 +6,10 @@
 //! are a hash of the place. So neither its shape nor an answer depends on history, and a bin of equal blocks
 //! costs a logarithm. Nothing is allocated.
 
-use super::pages::{NIL, Records};
+use super::pages::{BLOCKS, NIL, Pages, Record};
+
+/// What the index works on.
+type Blocks = Pages<Record, BLOCKS>;
 
 /// Bins of an octave, as a power of two: most bins hold a block or two.
 const PARTS_LOG: u32 = 5;
@@ -42,7 +45,7 @@ fn bin(units: u64) -> (usize, usize) {
 
 /// The key of a free block.
 #[inline]
-fn key(records: &Records, slot: u32) -> (u64, u32, u64) {
+fn key(records: &Blocks, slot: u32) -> (u64, u32, u64) {
     let record = records.get(slot);
     (record.size, record.segment, record.address)
 }
@@ -53,13 +56,10 @@ fn before(a: (u64, u32, u64), b: (u64, u32, u64)) -> bool {
     (a.0 < b.0) | ((a.0 == b.0) & ((a.1 < b.1) | ((a.1 == b.1) & (a.2 < b.2))))
 }
 
-/// How high a free block stands in its treap: a hash of its place, and the place itself where hashes agree.
+/// How high a free block stands in its treap.
 #[inline]
-fn height(records: &Records, slot: u32) -> u128 {
-    let address = records.get(slot).address;
-    let product = u128::from(address ^ 0xD6E8_FEB8_6659_FD93) * 0x9E37_79B9_7F4A_7C15;
-    let hash = (product ^ (product >> 64)) as u64;
-    u128::from(hash) << 64 | u128::from(address)
+fn height(records: &Blocks, slot: u32) -> u64 {
+    records.get(slot).height
 }
 
 impl FreeList {
@@ -83,7 +83,7 @@ impl FreeList {
 
     /// Writes a link.
     #[inline]
-    fn set(&mut self, records: &mut Records, at: (usize, usize), (slot, side): Link, to: u32) {
+    fn set(&mut self, records: &mut Blocks, at: (usize, usize), (slot, side): Link, to: u32) {
         match slot {
             NIL => self.roots[at.0][at.1] = to,
             _ => records.edit(slot).below[side] = to,
@@ -92,7 +92,7 @@ impl FreeList {
 
     /// Puts a free block in. `units` is its size in smallest blocks. O(log n) of the blocks in its bin.
     #[inline]
-    pub fn insert(&mut self, records: &mut Records, slot: u32, units: u64) {
+    pub fn insert(&mut self, records: &mut Blocks, slot: u32, units: u64) {
         let at = bin(units);
         let root = &mut self.roots[at.0][at.1];
         if *root != NIL {
@@ -105,7 +105,7 @@ impl FreeList {
     }
 
     /// Puts a free block into a bin that is not empty.
-    fn insert_below(&mut self, records: &mut Records, slot: u32, at: (usize, usize)) {
+    fn insert_below(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize)) {
         let mut below = self.roots[at.0][at.1];
         let (mine, high) = (key(records, slot), height(records, slot));
         let mut link = (NIL, 0);
@@ -130,11 +130,11 @@ impl FreeList {
 
     /// Takes a block out that is in. O(log n) of the blocks in its bin.
     #[inline]
-    pub fn remove(&mut self, records: &mut Records, slot: u32, units: u64) {
+    pub fn remove(&mut self, records: &mut Blocks, slot: u32, units: u64) {
         let at = bin(units);
         let record = records.get(slot);
         let root = &mut self.roots[at.0][at.1];
-        if *root != slot || record.below != [NIL; 2] {
+        if *root != slot || record.below[0] & record.below[1] != NIL {
             return self.remove_from(records, slot, at);
         }
         *root = NIL;
@@ -145,7 +145,7 @@ impl FreeList {
     }
 
     /// Takes a block out of a bin in which there are others.
-    fn remove_from(&mut self, records: &mut Records, slot: u32, at: (usize, usize)) {
+    fn remove_from(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize)) {
         let mut link = (NIL, 0);
         let mut here = self.roots[at.0][at.1];
         let mine = key(records, slot);
@@ -172,7 +172,7 @@ impl FreeList {
 
     /// The first block in order of at least `size` bytes (`units` smallest blocks).
     #[inline]
-    pub fn at_least(&self, records: &Records, size: u64, units: u64) -> Option<u32> {
+    pub fn at_least(&self, records: &Blocks, size: u64, units: u64) -> Option<u32> {
         let (octave, part) = bin(units);
         let (mut found, mut here) = (NIL, self.roots[octave][part]);
         while here != NIL {
@@ -206,7 +206,7 @@ impl FreeList {
     }
 
     /// Size of the largest block, 0 if there is none.
-    pub fn largest(&self, records: &Records) -> u64 {
+    pub fn largest(&self, records: &Blocks) -> u64 {
         let Some(octave) = self.octaves.checked_ilog2() else {
             return 0;
         };
@@ -227,17 +227,15 @@ mod tests {
 
     /// A record for every slot; the index and a set of (size, segment, address, slot) side by side.
     struct Both {
-        records: Records,
+        records: Blocks,
         list: FreeList,
         set: BTreeSet<(u64, u32, u64, u32)>,
     }
 
     impl Both {
         fn new(slots: u32) -> Self {
-            let mut records = Records::default();
-            while records.capacity() < slots as usize {
-                records.grow();
-            }
+            let mut records = Blocks::default();
+            (0..slots).for_each(|slot| records.reach(slot));
             Self {
                 records,
                 list: FreeList::EMPTY,
@@ -248,6 +246,7 @@ mod tests {
         fn insert(&mut self, slot: u32, size: u64, segment: u32, address: u64) {
             let record = self.records.edit(slot);
             (record.size, record.segment, record.address) = (size, segment, address);
+            record.height = super::super::pages::height(address);
             self.list.insert(&mut self.records, slot, size);
             self.set.insert((size, segment, address, slot));
         }
