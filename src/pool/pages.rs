@@ -1,9 +1,9 @@
 //! Copy-on-write columns of pages. Touched by `index`, `books`, `checkpoint` and `restore` alone.
 //!
-//! A *table* names the page of each run of `N` slots. A column's present table lies in [`Pages`], those of
-//! checkpoints beside it; all pages lie in one arena, each with a count of the tables that name
-//! it. A table entry of the present table carries [`OWNED`] if no other table names its page: then it is
-//! changed in place. Any other page is copied first, or, if its count turns out to be one by now, marked.
+//! A column's present *table* names a page for each `N` slots; a saved table names *runs* of [`RUN`] entries. Pages and
+//! runs lie in one arena each, with a count of what names them. An entry of the present table carries [`OWNED`] if
+//! nothing else names its page: then it is changed in place. Any other page is copied first, or, if its count turns
+//! out to be one by now, marked. A run that has not changed since it was saved is saved again by counting it.
 //!
 //! There are two columns, [`Records`]: what a block is, and who has it. A restore compares the second alone, and
 //! adopting changes the second alone.
@@ -14,6 +14,10 @@ pub(super) const BLOCKS: usize = 32;
 pub(super) const OWNERS: usize = 32;
 /// No record.
 pub(super) const NIL: u32 = u32::MAX;
+/// Entries in a run.
+const RUN: usize = 32;
+/// No page, or no run.
+const NONE: u32 = u32::MAX;
 /// Set in an entry of the present table whose page no other table names.
 const OWNED: u32 = 1 << 31;
 
@@ -168,25 +172,95 @@ impl Records {
     }
 }
 
-/// One column: all its pages, and the present table.
-pub(super) struct Pages<T, const N: usize> {
-    /// The arena.
-    pages: Vec<[T; N]>,
-    /// For each page the number of tables that name it.
+/// Things in an arena, each with a count of those that name it.
+struct Counted<X> {
+    /// The things.
+    all: Vec<X>,
+    /// How often each is named.
     counts: Vec<u32>,
-    /// Pages that no table names.
+    /// Those that nobody names.
     vacant: Vec<u32>,
-    /// The present table.
+}
+
+impl<X: Copy> Counted<X> {
+    /// Adds one, named once.
+    fn add(&mut self, new: X) -> u32 {
+        self.place(|all, at| match at {
+            Some(at) => all[at] = new,
+            None => all.push(new),
+        })
+    }
+
+    /// Adds a copy of another, named once.
+    fn add_copy(&mut self, of: u32) -> u32 {
+        let from = of as usize..of as usize + 1;
+        self.place(|all, at| match at {
+            Some(at) => all.copy_within(from, at),
+            None => all.extend_from_within(from),
+        })
+    }
+
+    /// Has one written over one that nobody names, or behind all.
+    #[inline]
+    fn place(&mut self, write: impl FnOnce(&mut Vec<X>, Option<usize>)) -> u32 {
+        if let Some(at) = self.vacant.pop() {
+            write(&mut self.all, Some(at as usize));
+            self.counts[at as usize] = 1;
+            return at;
+        }
+        write(&mut self.all, None);
+        self.counts.push(1);
+        self.counts.len() as u32 - 1
+    }
+
+    /// One more names it.
+    #[inline]
+    fn hold(&mut self, at: u32) {
+        self.counts[at as usize] += 1;
+    }
+
+    /// One less names it; whether it was the last.
+    #[inline]
+    fn release(&mut self, at: u32) -> bool {
+        let count = &mut self.counts[at as usize];
+        *count -= 1;
+        let last = *count == 0;
+        if last {
+            self.vacant.push(at);
+        }
+        last
+    }
+}
+
+impl<X> Default for Counted<X> {
+    fn default() -> Self {
+        Self {
+            all: Vec::new(),
+            counts: Vec::new(),
+            vacant: Vec::new(),
+        }
+    }
+}
+
+/// One column: all its pages and runs, and the present table.
+pub(super) struct Pages<T, const N: usize> {
+    /// Pages, named by runs and by the present table.
+    pages: Counted<[T; N]>,
+    /// Runs of entries, named by saved tables and by `saved`.
+    runs: Counted<[u32; RUN]>,
+    /// The present table, in whole runs: for each `N` slots a page, or [`NONE`].
     table: Vec<u32>,
+    /// For each run of the present table the run in the arena that is equal to it; [`NONE`] since its first change.
+    same: Vec<u32>,
 }
 
 impl<T, const N: usize> Default for Pages<T, N> {
     fn default() -> Self {
         Self {
-            pages: Vec::new(),
-            counts: Vec::new(),
-            vacant: Vec::new(),
+            pages: Counted::default(),
+            runs: Counted::default(),
             table: Vec::new(),
+            same: Vec::new(),
         }
     }
 }
@@ -202,7 +276,7 @@ impl<T: Cell, const N: usize> Pages<T, N> {
     #[inline]
     pub fn get(&self, slot: u32) -> &T {
         let (entry, at) = Self::place(slot);
-        &self.pages[(self.table[entry] & !OWNED) as usize][at]
+        &self.pages.all[(self.table[entry] & !OWNED) as usize][at]
     }
 
     /// The cell of a slot that may never have been made.
@@ -210,7 +284,7 @@ impl<T: Cell, const N: usize> Pages<T, N> {
     pub fn find(&self, slot: u32) -> Option<&T> {
         let (entry, at) = Self::place(slot);
         let page = self.table.get(entry)? & !OWNED;
-        Some(&self.pages[page as usize][at])
+        Some(&self.pages.all.get(page as usize)?[at])
     }
 
     /// The cell of a slot, to be changed.
@@ -221,106 +295,131 @@ impl<T: Cell, const N: usize> Pages<T, N> {
         if page & OWNED == 0 {
             page = self.own(entry);
         }
-        &mut self.pages[(page & !OWNED) as usize][at]
+        &mut self.pages.all[(page & !OWNED) as usize][at]
     }
 
-    /// Makes room for a slot in the present table, which has room for all below it.
+    /// Makes room for a slot in the present table.
     #[inline]
     pub fn reach(&mut self, slot: u32) {
-        if Self::place(slot).0 >= self.table.len() {
-            self.grow();
+        let (entry, _) = Self::place(slot);
+        if self.table.get(entry).is_none_or(|&page| page == NONE) {
+            self.grow(entry);
         }
     }
 
-    /// Adds a page of unused cells to the present table.
+    /// Gives an entry that has none a page of unused cells.
     #[cold]
-    fn grow(&mut self) {
-        let page = self.new_page(|pages, at| match at {
-            Some(at) => pages[at] = [T::NONE; N],
-            None => pages.push([T::NONE; N]),
-        });
-        self.table.push(page | OWNED);
-    }
-
-    /// A page that no table names, counted once: one that was used before (`write` is told which), or a new one.
-    #[inline]
-    fn new_page(&mut self, write: impl FnOnce(&mut Vec<[T; N]>, Option<usize>)) -> u32 {
-        if let Some(page) = self.vacant.pop() {
-            write(&mut self.pages, Some(page as usize));
-            self.counts[page as usize] = 1;
-            return page;
+    fn grow(&mut self, entry: usize) {
+        while self.table.len() <= entry {
+            self.table.extend_from_slice(&[NONE; RUN]);
+            self.same.push(NONE);
         }
-        write(&mut self.pages, None);
-        self.counts.push(1);
-        self.counts.len() as u32 - 1
+        self.change(entry);
+        self.table[entry] = self.pages.add([T::NONE; N]) | OWNED;
     }
 
     /// Makes the page of an entry the present table's alone: by a copy, unless it already is. Returns the new entry.
     #[cold]
     fn own(&mut self, entry: usize) -> u32 {
-        let shared = self.table[entry];
-        let count = &mut self.counts[shared as usize];
-        let page = if *count == 1 {
-            shared
-        } else {
-            *count -= 1;
-            let from = shared as usize..shared as usize + 1;
-            self.new_page(|pages, at| match at {
-                Some(at) => pages.copy_within(from, at),
-                None => pages.extend_from_within(from),
-            })
-        };
+        self.change(entry);
+        let mut page = self.table[entry];
+        if self.pages.counts[page as usize] > 1 {
+            self.pages.release(page);
+            page = self.pages.add_copy(page);
+        }
         self.table[entry] = page | OWNED;
         page | OWNED
     }
 
-    /// One table less names a page.
-    #[inline]
-    fn release(&mut self, page: u32) {
-        let count = &mut self.counts[page as usize];
-        *count -= 1;
-        if *count == 0 {
-            self.vacant.push(page);
+    /// An entry is about to be changed: its run is like none in the arena any more.
+    fn change(&mut self, entry: usize) {
+        let same = std::mem::replace(&mut self.same[entry / RUN], NONE);
+        if same != NONE {
+            self.release_run(same);
         }
     }
 
-    /// Copies the present table into `table`; from now on its pages are copied before they are changed.
-    /// O(pages); no page is touched.
-    fn save(&mut self, table: &mut Vec<u32>) {
-        let counts = self.counts.as_mut_slice();
-        for entry in &mut self.table {
-            *entry &= !OWNED;
-            counts[*entry as usize] += 1;
-        }
-        table.clone_from(&self.table);
-    }
-
-    /// Makes a saved table the present one. O(pages); no page is touched.
-    fn load(&mut self, table: &[u32]) {
-        while self.table.len() > table.len()
-            && let Some(page) = self.table.pop()
-        {
-            self.release(page & !OWNED);
-        }
-        for (entry, &then) in table.iter().enumerate() {
-            match self.table.get(entry) {
-                // An owned entry is never equal to a saved one: its page would be shared.
-                Some(&now) if now == then => continue,
-                Some(&now) => {
-                    self.table[entry] = then;
-                    self.release(now & !OWNED);
+    /// One less names a run. O(1), and for the last O([`RUN`]).
+    fn release_run(&mut self, run: u32) {
+        if self.runs.release(run) {
+            for page in self.runs.all[run as usize] {
+                if page != NONE {
+                    self.pages.release(page);
                 }
-                None => self.table.push(then),
             }
-            self.counts[then as usize] += 1;
         }
+    }
+
+    /// Keeps the present table in `table`; from now on its pages are copied before they are changed.
+    /// O(runs + entries of runs that changed since the last time); no page is touched.
+    fn save(&mut self, table: &mut Vec<u32>) {
+        for (same, entries) in self.same.iter_mut().zip(self.table.chunks_exact_mut(RUN)) {
+            if *same == NONE {
+                let mut run = [NONE; RUN];
+                for (saved, entry) in run.iter_mut().zip(entries) {
+                    if *entry != NONE {
+                        *entry &= !OWNED;
+                        *saved = *entry;
+                        self.pages.hold(*entry);
+                    }
+                }
+                *same = self.runs.add(run);
+            }
+            self.runs.hold(*same);
+        }
+        table.clone_from(&self.same);
+    }
+
+    /// Makes a saved table the present one. O(runs + entries of runs that differ); no page is touched.
+    fn load(&mut self, table: &[u32]) {
+        let runs = self.same.len().max(table.len());
+        self.same.resize(runs, NONE);
+        self.table.resize(runs * RUN, NONE);
+        for at in 0..runs {
+            let (now, then) = (self.same[at], table.get(at).copied().unwrap_or(NONE));
+            if now == then && now != NONE {
+                continue;
+            }
+            for (place, entry) in (at * RUN..(at + 1) * RUN).enumerate() {
+                let (now, then) = (self.table[entry], self.entry(then, place));
+                // An owned page is in no run.
+                if now == then {
+                    continue;
+                }
+                if then != NONE {
+                    self.pages.hold(then);
+                }
+                if now != NONE {
+                    self.pages.release(now & !OWNED);
+                }
+                self.table[entry] = then;
+            }
+            if then != NONE {
+                self.runs.hold(then);
+            }
+            if now != NONE {
+                self.release_run(now);
+            }
+            self.same[at] = then;
+        }
+        self.same.truncate(table.len());
+        self.table.truncate(table.len() * RUN);
     }
 
     /// Lets go of a saved table.
     fn forget(&mut self, table: &mut Vec<u32>) {
-        for page in table.drain(..) {
-            self.release(page);
+        for run in table.drain(..) {
+            self.release_run(run);
         }
+    }
+
+    /// An entry of a run, or of none.
+    #[inline]
+    fn entry(&self, run: u32, place: usize) -> u32 {
+        self.runs
+            .all
+            .get(run as usize)
+            .map_or(NONE, |run| run[place])
     }
 
     /// The cell of a slot in a saved state that knows it.
@@ -333,20 +432,30 @@ impl<T: Cell, const N: usize> Pages<T, N> {
     /// The page of an entry of a saved table.
     #[inline]
     pub fn saved_page(&self, table: &[u32], entry: usize) -> Option<&[T; N]> {
-        table.get(entry).map(|&page| &self.pages[page as usize])
+        let page = self.entry(*table.get(entry / RUN)?, entry % RUN);
+        self.pages.all.get(page as usize)
     }
 
     /// The page of an entry of the present table.
     #[inline]
     pub fn present_page(&self, entry: usize) -> Option<&[T; N]> {
-        let page = self.table.get(entry)?;
-        Some(&self.pages[(page & !OWNED) as usize])
+        let page = self.table.get(entry)? & !OWNED;
+        self.pages.all.get(page as usize)
     }
 
-    /// Entries in which the present table and a saved one name different pages.
+    /// Entries in which the present table and a saved one name different pages. O(runs + entries of runs that differ).
     pub fn differing<'a>(&'a self, table: &'a [u32]) -> impl Iterator<Item = usize> + 'a {
-        (0..self.table.len().max(table.len()))
-            .filter(|&entry| self.table.get(entry) != table.get(entry))
+        (0..self.same.len().max(table.len()))
+            .filter(|&at| match (self.same.get(at), table.get(at)) {
+                (Some(now), Some(then)) => now != then,
+                _ => true,
+            })
+            .flat_map(|at| at * RUN..(at + 1) * RUN)
+            .filter(|&entry| {
+                let now = self.table.get(entry).copied().unwrap_or(NONE);
+                let then = table.get(entry / RUN).copied().unwrap_or(NONE);
+                now != self.entry(then, entry % RUN)
+            })
     }
 }
 
@@ -356,31 +465,39 @@ mod tests {
 
     type Owners = Pages<Owner, OWNERS>;
 
-    /// Every page is counted once for each table that names it, and vacant if none does.
+    /// Pages and runs are counted once for each that names them, and vacant if none does.
     fn check_counts(owners: &Owners, saved: &[&Vec<u32>]) {
-        let mut counts = vec![0; owners.counts.len()];
-        for entry in &owners.table {
-            counts[(entry & !OWNED) as usize] += 1;
+        fn check<X>(counted: &Counted<X>, named: impl Iterator<Item = u32>) {
+            let mut counts = vec![0; counted.counts.len()];
+            named.for_each(|at| counts[at as usize] += 1);
+            assert_eq!(counted.counts, counts);
+            let mut vacant = counted.vacant.clone();
+            vacant.sort_unstable();
+            let unnamed = (0..counts.len() as u32).filter(|at| counts[*at as usize] == 0);
+            assert_eq!(vacant, unnamed.collect::<Vec<_>>());
         }
-        for page in saved.iter().copied().flatten() {
-            counts[*page as usize] += 1;
+        let named = |at: &u32| *at != NONE;
+        let saved = saved.iter().copied().flatten();
+        let runs = saved.chain(&owners.same).copied();
+        check(&owners.runs, runs.filter(named));
+        let held = owners.runs.all.iter().zip(&owners.runs.counts);
+        let held = held.filter(|run| *run.1 > 0).flat_map(|run| *run.0);
+        let present = owners.table.iter().filter(|entry| named(entry));
+        let pages = present.map(|entry| entry & !OWNED).chain(held);
+        check(&owners.pages, pages.filter(named));
+        for (at, &same) in owners.same.iter().enumerate().filter(|same| named(same.1)) {
+            let run = owners.runs.all[same as usize];
+            assert_eq!(owners.table[at * RUN..(at + 1) * RUN], run);
         }
-        assert_eq!(owners.counts, counts);
-        let mut vacant = owners.vacant.clone();
-        vacant.sort_unstable();
-        let unnamed: Vec<u32> = (0..counts.len() as u32)
-            .filter(|page| counts[*page as usize] == 0)
-            .collect();
-        assert_eq!(vacant, unnamed);
     }
 
     #[test]
     fn a_saved_table_keeps_what_it_saw_and_an_unsaved_page_is_changed_in_place() {
         let mut owners = Owners::default();
-        owners.grow();
-        owners.grow();
+        owners.reach(0);
+        owners.reach(OWNERS as u32);
         owners.edit(3).id = 30;
-        assert_eq!(owners.counts.len(), 2);
+        assert_eq!(owners.pages.counts.len(), 2);
 
         let (mut first, mut second) = (Vec::new(), Vec::new());
         owners.save(&mut first);
@@ -388,7 +505,7 @@ mod tests {
         check_counts(&owners, &[&first, &second]);
         owners.edit(3).id = 31;
         owners.edit(4).id = 40;
-        assert_eq!(owners.counts.len(), 3, "one page was copied, once");
+        assert_eq!(owners.pages.counts.len(), 3, "one page was copied, once");
         check_counts(&owners, &[&first, &second]);
         assert_eq!(owners.differing(&first).collect::<Vec<_>>(), [0]);
         let (now, then) = (owners.present_page(0), owners.saved_page(&first, 0));
@@ -405,7 +522,7 @@ mod tests {
         check_counts(&owners, &[]);
         owners.edit(3).id = 32;
         assert_eq!(
-            owners.counts.len(),
+            owners.pages.counts.len(),
             3,
             "the page is the present table's alone again: no copy"
         );
