@@ -154,6 +154,20 @@ impl<B: Backing> Pool<B> {
         if bytes == 0 {
             return Ok(Allocation::EMPTY);
         }
+        let slot = self.take_block(stream, bytes, tag)?;
+        let block = self.books.records.get(slot);
+        Ok(Allocation {
+            id: self.next_id - 1,
+            address: block.address,
+            bytes: block.size,
+            slot,
+            pool: self.mark,
+        })
+    }
+
+    /// Makes a block live, with the next id; returns its slot. What `alloc` returns is put together in its caller, and so
+    /// in registers.
+    fn take_block(&mut self, stream: StreamId, bytes: u64, tag: Tag) -> Result<u32, PoolError> {
         let rounded = self
             .config
             .round(bytes)
@@ -163,24 +177,21 @@ impl<B: Backing> Pool<B> {
         let fit = self
             .books
             .best_fit(list, rounded)
-            .map(|slot| (slot, self.books.records.get(slot).size));
+            .map(|found| (found, self.books.records.get(found.slot).size));
         let (slot, size) = match fit {
-            Some(fit) if self.config.may_serve(rounded, fit.1) => fit,
+            Some((found, size)) if self.config.may_serve(rounded, size) => {
+                self.books.take(list, found);
+                (found.slot, size)
+            }
             _ => self.add_segment(stream, class, list, bytes, rounded)?,
         };
         let split = self.config.splits(rounded, size);
         let id = self.next_id();
-        let (address, size) = self.books.occupy(slot, rounded, split, id, tag.0, bytes);
+        let (_, size) = self.books.occupy(slot, rounded, split, id, tag.0, bytes);
         self.stats.live_blocks.gain(1);
         self.stats.live_bytes.gain(size);
         self.stats.requested_bytes.gain(bytes);
-        Ok(Allocation {
-            id,
-            address,
-            bytes: size,
-            slot,
-            pool: self.mark,
-        })
+        Ok(slot)
     }
 
     /// Frees a block. O(log free blocks of a size).
@@ -298,7 +309,7 @@ impl<B: Backing> Pool<B> {
         2 * self.last_stream + class as usize
     }
 
-    /// Adds a segment for a request that no free block can serve; returns its block and its length.
+    /// Adds a segment for a request that no free block can serve; returns its block, out of the index, and its length.
     #[cold]
     fn add_segment(
         &mut self,
@@ -336,6 +347,7 @@ impl<B: Backing> Pool<B> {
             bytes,
         });
         let slot = self.books.add_segment(number, list as u32, address, bytes);
+        self.books.unindex(slot);
         self.stats.segments.gain(1);
         self.stats.reserved_bytes.gain(bytes);
         Ok((slot, bytes))

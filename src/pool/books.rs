@@ -6,7 +6,7 @@
 //! neighbours are both free; a record is in the index if and only if its block is free; the block at the
 //! beginning of a segment never changes its slot, nor does a live block.
 
-use super::index::FreeList;
+use super::index::{Found, FreeList};
 use super::pages::{Cell, NIL, Owner, Record, Records, Tables, height};
 
 /// The beginning of a segment in the books.
@@ -106,26 +106,17 @@ impl Books {
         }
     }
 
-    /// Takes an unused record.
-    #[inline]
-    fn take_unused(&mut self) -> u32 {
-        let slot = self.state.unused;
-        if slot != NIL {
-            self.state.unused = self.records.get(slot).next;
-            return slot;
-        }
-        debug_assert!(self.state.slots < NIL, "2^32 records are 256 GiB of books");
-        let slot = self.state.slots;
-        self.records.reach(slot);
-        self.state.slots += 1;
-        slot
-    }
-
     /// Makes an unused record the free block of a place, and puts it into the index.
     #[inline]
     fn add_free(&mut self, place: Place) -> u32 {
-        let slot = self.take_unused();
-        *self.records.edit(slot) = Record {
+        let slot = if self.state.unused != NIL {
+            self.state.unused
+        } else {
+            self.new_slot()
+        };
+        let record = self.records.edit(slot);
+        self.state.unused = record.next;
+        *record = Record {
             address: place.address,
             size: place.size,
             height: height(place.address),
@@ -135,7 +126,22 @@ impl Books {
             next: place.next,
             ..Record::NONE
         };
-        self.index(slot);
+        self.state.lists[place.list as usize].insert(
+            &mut self.records.blocks,
+            slot,
+            place.size >> self.shift,
+        );
+        slot
+    }
+
+    /// A record that was never used.
+    #[cold]
+    fn new_slot(&mut self) -> u32 {
+        debug_assert!(self.state.slots < NIL, "2^32 records are 256 GiB of books");
+        let slot = self.state.slots;
+        self.records.reach(slot);
+        self.state.slots += 1;
+        debug_assert_eq!(self.records.get(slot).next, NIL, "it is on no list");
         slot
     }
 
@@ -149,7 +155,7 @@ impl Books {
 
     /// Takes a free block out of the index.
     #[inline]
-    fn unindex(&mut self, slot: u32) {
+    pub fn unindex(&mut self, slot: u32) {
         let record = self.records.get(slot);
         let (list, units) = (record.list, record.size >> self.shift);
         self.state.lists[list as usize].remove(&mut self.records.blocks, slot, units);
@@ -158,8 +164,8 @@ impl Books {
     /// Makes a record unused whose block has become part of another.
     #[inline]
     fn retire(&mut self, slot: u32) {
-        self.records.edit(slot).next = self.state.unused;
-        self.state.unused = slot;
+        let unused = std::mem::replace(&mut self.state.unused, slot);
+        self.records.edit(slot).next = unused;
     }
 
     /// Adds a segment as one free block.
@@ -185,14 +191,21 @@ impl Books {
     /// The free block that best fits `size` bytes: the smallest, then the segment registered first, then
     /// the lowest address.
     #[inline]
-    pub fn best_fit(&self, list: usize, size: u64) -> Option<u32> {
+    pub fn best_fit(&self, list: usize, size: u64) -> Option<Found> {
         self.state
             .lists
             .get(list)?
             .at_least(&self.records.blocks, size, size >> self.shift)
     }
 
-    /// Makes a free block live, and what is beyond `size` a free block if `split`. Returns address and length.
+    /// Takes a block that was found out of the index, to be occupied at once.
+    #[inline]
+    pub fn take(&mut self, list: usize, found: Found) {
+        self.state.lists[list].take(&mut self.records.blocks, found);
+    }
+
+    /// Makes a free block live that has been taken out of the index, and what is beyond `size` a free block if `split`.
+    /// Returns address and length.
     #[inline]
     pub fn occupy(
         &mut self,
@@ -203,7 +216,6 @@ impl Books {
         tag: u64,
         requested: u64,
     ) -> (u64, u64) {
-        self.unindex(slot);
         *self.records.owners.edit(slot) = Owner { id, tag };
         let record = self.records.edit(slot);
         record.requested = requested;
@@ -231,7 +243,7 @@ impl Books {
         (address, bytes)
     }
 
-    /// Parts a free block in two, of which the first has `front` bytes. Returns the second, which the caller makes live at once: no two
+    /// Parts a free block in two, of which the second is out of the index; the caller makes it live at once: no two
     /// neighbours are free otherwise.
     pub fn part(&mut self, slot: u32, front: u64) -> u32 {
         self.unindex(slot);
@@ -252,6 +264,7 @@ impl Books {
         if next != NIL {
             self.records.edit(next).prev = second;
         }
+        self.unindex(second);
         second
     }
 
@@ -260,36 +273,45 @@ impl Books {
     #[inline]
     pub fn vacate(&mut self, slot: u32) -> (u64, u64, u64) {
         *self.records.owners.edit(slot) = Owner::NONE;
-        let record = self.records.edit(slot);
+        let blocks = &mut self.records.blocks;
+        let record = blocks.edit(slot);
         let (address, bytes) = (record.address, record.size);
         let requested = std::mem::take(&mut record.requested);
         let (prev, next) = (record.prev, record.next);
+        let list = &mut self.state.lists[record.list as usize];
         self.state.live.blocks -= 1;
         self.state.live.bytes -= bytes;
         self.state.live.requested -= requested;
 
         let (mut first, mut size, mut after) = (slot, bytes, next);
-        if next != NIL && !self.records.get(next).is_live() {
-            self.unindex(next);
-            let gone = self.records.get(next);
-            size += gone.size;
-            after = gone.next;
-            self.retire(next);
-        }
-        if prev != NIL && !self.records.get(prev).is_live() {
-            self.unindex(prev);
-            size += self.records.get(prev).size;
-            first = prev;
-            self.retire(slot);
-        }
-        if size != bytes {
-            let merged = self.records.edit(first);
-            (merged.size, merged.next) = (size, after);
-            if after != NIL {
-                self.records.edit(after).prev = first;
+        if next != NIL {
+            let beside = blocks.get(next);
+            if !beside.is_live() {
+                let more = beside.size;
+                (size, after) = (size + more, beside.next);
+                list.remove(blocks, next, more >> self.shift);
+                blocks.edit(next).next = self.state.unused;
+                self.state.unused = next;
             }
         }
-        self.index(first);
+        if prev != NIL {
+            let beside = blocks.get(prev);
+            if !beside.is_live() {
+                let more = beside.size;
+                (size, first) = (size + more, prev);
+                list.remove(blocks, prev, more >> self.shift);
+                blocks.edit(slot).next = self.state.unused;
+                self.state.unused = slot;
+            }
+        }
+        if size != bytes {
+            let merged = blocks.edit(first);
+            (merged.size, merged.next) = (size, after);
+            if after != NIL {
+                blocks.edit(after).prev = first;
+            }
+        }
+        list.insert(blocks, first, size >> self.shift);
         (address, bytes, requested)
     }
 
@@ -355,7 +377,9 @@ mod tests {
                 if free {
                     let found = books.best_fit(record.list as usize, record.size);
                     assert!(
-                        found.is_some_and(|found| books.records.get(found).size == record.size)
+                        found.is_some_and(
+                            |found| books.records.get(found.slot).size == record.size
+                        )
                     );
                 } else {
                     live.blocks += 1;
@@ -415,8 +439,11 @@ mod tests {
                 books.state.copy_from(&state);
                 live = then;
             } else if draw % 2 == 0
-                && let Some(slot) = books.best_fit((draw / 2 % 2) as usize, size)
+                && let list = (draw / 2 % 2) as usize
+                && let Some(found) = books.best_fit(list, size)
             {
+                books.take(list, found);
+                let slot = found.slot;
                 let split = books.records.get(slot).size > size;
                 books.occupy(slot, size, split, id, 0, size - 1);
                 live.push(slot);

@@ -37,6 +37,8 @@ impl<B: Backing> Pool<B> {
         let front = address - records.get(slot).address;
         if front > 0 {
             slot = self.books.part(slot, front);
+        } else {
+            self.books.unindex(slot);
         }
         let split = self.books.records.get(slot).size > bytes;
         let id = self.next_id();

@@ -4,7 +4,7 @@
 //! Sizes fall into bins of two levels with a bitmap each (as in TLSF): octaves, and 32 parts of each. In
 //! each bin lies a treap over the records themselves, in the order of the full triple, whose priorities
 //! are a hash of the place. So neither its shape nor an answer depends on history, and a bin of equal blocks
-//! costs a logarithm. Nothing is allocated.
+//! costs a logarithm. Nothing is allocated. Below a block that is not in the index there is nothing.
 
 use super::pages::{BLOCKS, NIL, Pages, Record};
 
@@ -43,23 +43,27 @@ fn bin(units: u64) -> (usize, usize) {
     (octave, ((units << PARTS_LOG) >> octave) as usize % PARTS)
 }
 
+/// A block in the index, and the link to it.
+#[derive(Clone, Copy)]
+pub(super) struct Found {
+    /// The block.
+    pub slot: u32,
+    /// Its bin.
+    at: (usize, usize),
+    /// What holds it.
+    link: Link,
+}
+
 /// The key of a free block.
 #[inline]
-fn key(records: &Blocks, slot: u32) -> (u64, u32, u64) {
-    let record = records.get(slot);
-    (record.size, record.segment, record.address)
+fn key(block: &Record) -> (u64, u32, u64) {
+    (block.size, block.segment, block.address)
 }
 
 /// Whether a key comes before another; without a branch, since no processor could guess it.
 #[inline]
 fn before(a: (u64, u32, u64), b: (u64, u32, u64)) -> bool {
     (a.0 < b.0) | ((a.0 == b.0) & ((a.1 < b.1) | ((a.1 == b.1) & (a.2 < b.2))))
-}
-
-/// How high a free block stands in its treap.
-#[inline]
-fn height(records: &Blocks, slot: u32) -> u64 {
-    records.get(slot).height
 }
 
 impl FreeList {
@@ -90,7 +94,7 @@ impl FreeList {
         }
     }
 
-    /// Puts a free block in. `units` is its size in smallest blocks. O(log n) of the blocks in its bin.
+    /// Puts a free block in, below which there is nothing. `units` is its size in smallest blocks. O(log n) of the blocks in its bin.
     #[inline]
     pub fn insert(&mut self, records: &mut Blocks, slot: u32, units: u64) {
         let at = bin(units);
@@ -101,30 +105,39 @@ impl FreeList {
         *root = slot;
         self.bins[at.0] |= 1 << at.1;
         self.octaves |= 1 << at.0;
-        records.edit(slot).below = [NIL; 2];
     }
 
     /// Puts a free block into a bin that is not empty.
     fn insert_below(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize)) {
         let mut below = self.roots[at.0][at.1];
-        let (mine, high) = (key(records, slot), height(records, slot));
+        let block = records.get(slot);
+        let (mine, high) = (key(block), block.height);
         let mut link = (NIL, 0);
-        while below != NIL && height(records, below) > high {
-            let side = usize::from(before(key(records, below), mine));
-            (link, below) = ((below, side), records.get(below).below[side]);
+        while below != NIL {
+            let here = records.get(below);
+            if here.height < high {
+                break;
+            }
+            let side = usize::from(before(key(here), mine));
+            (link, below) = ((below, side), here.below[side]);
         }
         self.set(records, at, link, slot);
         // What stood there is parted by the key into the two sides; `holes` are where the next of each goes.
         let mut holes = [(slot, 0), (slot, 1)];
         while below != NIL {
-            let side = usize::from(before(mine, key(records, below)));
+            let here = records.get(below);
+            let side = usize::from(before(mine, key(here)));
             let (hole, inner) = (holes[side], 1 - side);
+            let next = here.below[inner];
             records.edit(hole.0).below[hole.1] = below;
             holes[side] = (below, inner);
-            below = records.get(below).below[inner];
+            below = next;
         }
-        for hole in holes {
-            records.edit(hole.0).below[hole.1] = NIL;
+        for (hole, side) in holes {
+            // Below the block itself there is nothing.
+            if hole != slot {
+                records.edit(hole).below[side] = NIL;
+            }
         }
     }
 
@@ -132,12 +145,38 @@ impl FreeList {
     #[inline]
     pub fn remove(&mut self, records: &mut Blocks, slot: u32, units: u64) {
         let at = bin(units);
-        let record = records.get(slot);
-        let root = &mut self.roots[at.0][at.1];
-        if *root != slot || record.below[0] & record.below[1] != NIL {
-            return self.remove_from(records, slot, at);
+        let root = self.roots[at.0][at.1];
+        if root == slot {
+            let link = (NIL, 0);
+            return self.take(records, Found { slot, at, link });
         }
-        *root = NIL;
+        self.remove_below(records, slot, at, root);
+    }
+
+    /// Takes a block out that is not its bin's root.
+    fn remove_below(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize), root: u32) {
+        let mine = key(records.get(slot));
+        let (mut link, mut below) = ((NIL, 0), root);
+        while below != slot {
+            debug_assert!(below != NIL, "a free block is in the index");
+            if below == NIL {
+                return;
+            }
+            let here = records.get(below);
+            let side = usize::from(before(key(here), mine));
+            (link, below) = ((below, side), here.below[side]);
+        }
+        self.take(records, Found { slot, at, link });
+    }
+
+    /// Takes a block out that was found. O(log n) of the blocks in its bin.
+    #[inline]
+    pub fn take(&mut self, records: &mut Blocks, Found { slot, at, link }: Found) {
+        let below = records.get(slot).below;
+        if link.0 != NIL || below[0] & below[1] != NIL {
+            return self.take_from(records, slot, at, link);
+        }
+        self.roots[at.0][at.1] = NIL;
         self.bins[at.0] &= !(1 << at.1);
         if self.bins[at.0] == 0 {
             self.octaves &= !(1 << at.0);
@@ -145,22 +184,15 @@ impl FreeList {
     }
 
     /// Takes a block out of a bin in which there are others.
-    fn remove_from(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize)) {
-        let mut link = (NIL, 0);
-        let mut here = self.roots[at.0][at.1];
-        let mine = key(records, slot);
-        while here != slot {
-            debug_assert!(here != NIL, "a free block is in the index");
-            if here == NIL {
-                return;
-            }
-            let side = usize::from(before(key(records, here), mine));
-            (link, here) = ((here, side), records.get(here).below[side]);
+    fn take_from(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize), mut link: Link) {
+        let mut sides = records.get(slot).below;
+        if sides[0] & sides[1] != NIL {
+            records.edit(slot).below = [NIL; 2];
         }
         // The higher of the two below takes its place, and so on down.
-        let mut sides = records.get(slot).below;
         while sides[0] != NIL && sides[1] != NIL {
-            let side = usize::from(height(records, sides[1]) > height(records, sides[0]));
+            let height = |side: usize| records.get(sides[side]).height;
+            let side = usize::from(height(1) > height(0));
             let (higher, inner) = (sides[side], 1 - side);
             self.set(records, at, link, higher);
             link = (higher, inner);
@@ -172,37 +204,42 @@ impl FreeList {
 
     /// The first block in order of at least `size` bytes (`units` smallest blocks).
     #[inline]
-    pub fn at_least(&self, records: &Blocks, size: u64, units: u64) -> Option<u32> {
+    pub fn at_least(&self, records: &Blocks, size: u64, units: u64) -> Option<Found> {
         let (octave, part) = bin(units);
-        let (mut found, mut here) = (NIL, self.roots[octave][part]);
+        let (mut link, mut here) = ((NIL, 0), self.roots[octave][part]);
+        let (mut slot, mut to) = (NIL, link);
         while here != NIL {
             let record = records.get(here);
-            if record.size >= size {
-                (found, here) = (here, record.below[0]);
-            } else {
-                here = record.below[1];
+            let side = usize::from(record.size < size);
+            if side == 0 {
+                (slot, to) = (here, link);
             }
+            (link, here) = ((here, side), record.below[side]);
         }
-        if found != NIL {
-            return Some(found);
+        if slot != NIL {
+            let (at, link) = ((octave, part), to);
+            return Some(Found { slot, at, link });
         }
         // All bins above hold larger blocks only: the first of the next one is it.
         let above = u64::from(self.bins[octave]) & (!1 << part);
-        let (octave, part) = if above != 0 {
+        let at = if above != 0 {
             (octave, above.trailing_zeros() as usize)
         } else {
             let octaves = u64::from(self.octaves) & (!1 << octave);
             if octaves == 0 {
                 return None;
             }
-            let octave = octaves.trailing_zeros() as usize;
-            (octave, self.bins[octave].trailing_zeros() as usize)
+            let octave = octaves.trailing_zeros() as usize % OCTAVES;
+            (octave, self.bins[octave].trailing_zeros() as usize % PARTS)
         };
-        let mut first = self.roots[octave][part];
-        while records.get(first).below[0] != NIL {
-            first = records.get(first).below[0];
+        let (mut link, mut slot) = ((NIL, 0), self.roots[at.0][at.1]);
+        loop {
+            let smaller = records.get(slot).below[0];
+            if smaller == NIL {
+                return Some(Found { slot, at, link });
+            }
+            (link, slot) = ((slot, 0), smaller);
         }
-        Some(first)
     }
 
     /// Size of the largest block, 0 if there is none.
@@ -252,7 +289,7 @@ mod tests {
         }
 
         fn remove(&mut self, slot: u32) {
-            let (size, segment, address) = key(&self.records, slot);
+            let (size, segment, address) = key(self.records.get(slot));
             self.list.remove(&mut self.records, slot, size);
             assert!(self.set.remove(&(size, segment, address, slot)));
         }
@@ -264,7 +301,9 @@ mod tests {
                 .next()
                 .map(|found| found.3);
             assert_eq!(
-                self.list.at_least(&self.records, size, size),
+                self.list
+                    .at_least(&self.records, size, size)
+                    .map(|found| found.slot),
                 first,
                 "first of at least {size}"
             );
@@ -345,8 +384,10 @@ mod tests {
         }
         assert!((14..60).contains(&deepest), "{deepest}");
         for slot in 0..10_000 {
-            assert_eq!(both.list.at_least(&both.records, 5, 5), Some(slot));
-            both.remove(slot);
+            let found = both.list.at_least(&both.records, 5, 5).unwrap();
+            assert_eq!(found.slot, slot);
+            both.list.take(&mut both.records, found);
+            assert_eq!(both.records.get(slot).below, [NIL; 2]);
         }
         assert_eq!((both.list.octaves, both.list.bins), (0, [0; OCTAVES]));
     }
