@@ -377,9 +377,8 @@ mod tests {
                 if free {
                     let found = books.best_fit(record.list as usize, record.size);
                     assert!(
-                        found.is_some_and(
-                            |found| books.records.get(found.slot).size == record.size
-                        )
+                        found
+                            .is_some_and(|found| books.records.get(found.slot).size == record.size)
                     );
                 } else {
                     live.blocks += 1;

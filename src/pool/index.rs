@@ -18,6 +18,9 @@ const PARTS: usize = 1 << PARTS_LOG;
 /// Octaves; the last one takes all that is larger.
 const OCTAVES: usize = 32;
 
+/// Bins of all octaves.
+const BINS: usize = OCTAVES * PARTS;
+
 /// The free blocks of one size class on one stream.
 #[derive(Clone)]
 pub(super) struct FreeList {
@@ -26,7 +29,7 @@ pub(super) struct FreeList {
     /// For each octave the bins that are not empty.
     bins: [u32; OCTAVES],
     /// The root of each bin's treap.
-    roots: [[u32; PARTS]; OCTAVES],
+    roots: [u32; BINS],
 }
 
 /// A place that holds a link of a treap: a side of a record, or the root of the bin ([`NIL`]).
@@ -34,13 +37,19 @@ type Link = (u32, usize);
 
 /// The bin of a size in units of the pool's smallest block.
 #[inline]
-fn bin(units: u64) -> (usize, usize) {
+fn bin(units: u64) -> usize {
     debug_assert!(units > 0, "a block of no bytes has no bin");
     let octave = (u64::BITS - 1 - units.leading_zeros()) as usize;
     if octave >= OCTAVES {
-        return (OCTAVES - 1, PARTS - 1);
+        return BINS - 1;
     }
-    (octave, ((units << PARTS_LOG) >> octave) as usize % PARTS)
+    octave * PARTS + ((units << PARTS_LOG) >> octave) as usize % PARTS
+}
+
+/// Octave and part of a bin.
+#[inline]
+fn parts(bin: usize) -> (usize, usize) {
+    (bin / PARTS % OCTAVES, bin % PARTS)
 }
 
 /// A block in the index, and the link to it.
@@ -49,7 +58,7 @@ pub(super) struct Found {
     /// The block.
     pub slot: u32,
     /// Its bin.
-    at: (usize, usize),
+    at: usize,
     /// What holds it.
     link: Link,
 }
@@ -71,7 +80,7 @@ impl FreeList {
     pub const EMPTY: FreeList = FreeList {
         octaves: 0,
         bins: [0; OCTAVES],
-        roots: [[NIL; PARTS]; OCTAVES],
+        roots: [NIL; BINS],
     };
 
     /// Becomes a copy of `other`. Octaves that are empty in both are equal already.
@@ -80,16 +89,17 @@ impl FreeList {
         (self.octaves, self.bins) = (other.octaves, other.bins);
         while octaves != 0 {
             let octave = octaves.trailing_zeros() as usize;
-            self.roots[octave] = other.roots[octave];
+            let bins = octave * PARTS..(octave + 1) * PARTS;
+            self.roots[bins.clone()].copy_from_slice(&other.roots[bins]);
             octaves &= octaves - 1;
         }
     }
 
     /// Writes a link.
     #[inline]
-    fn set(&mut self, records: &mut Blocks, at: (usize, usize), (slot, side): Link, to: u32) {
+    fn set(&mut self, records: &mut Blocks, at: usize, (slot, side): Link, to: u32) {
         match slot {
-            NIL => self.roots[at.0][at.1] = to,
+            NIL => self.roots[at % BINS] = to,
             _ => records.edit(slot).below[side] = to,
         }
     }
@@ -98,18 +108,19 @@ impl FreeList {
     #[inline]
     pub fn insert(&mut self, records: &mut Blocks, slot: u32, units: u64) {
         let at = bin(units);
-        let root = &mut self.roots[at.0][at.1];
+        let root = &mut self.roots[at % BINS];
         if *root != NIL {
             return self.insert_below(records, slot, at);
         }
         *root = slot;
-        self.bins[at.0] |= 1 << at.1;
-        self.octaves |= 1 << at.0;
+        let (octave, part) = parts(at);
+        self.bins[octave] |= 1 << part;
+        self.octaves |= 1 << octave;
     }
 
     /// Puts a free block into a bin that is not empty.
-    fn insert_below(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize)) {
-        let mut below = self.roots[at.0][at.1];
+    fn insert_below(&mut self, records: &mut Blocks, slot: u32, at: usize) {
+        let mut below = self.roots[at % BINS];
         let block = records.get(slot);
         let (mine, high) = (key(block), block.height);
         let mut link = (NIL, 0);
@@ -134,10 +145,7 @@ impl FreeList {
             below = next;
         }
         for (hole, side) in holes {
-            // Below the block itself there is nothing.
-            if hole != slot {
-                records.edit(hole).below[side] = NIL;
-            }
+            records.edit(hole).below[side] = NIL;
         }
     }
 
@@ -145,7 +153,7 @@ impl FreeList {
     #[inline]
     pub fn remove(&mut self, records: &mut Blocks, slot: u32, units: u64) {
         let at = bin(units);
-        let root = self.roots[at.0][at.1];
+        let root = self.roots[at % BINS];
         if root == slot {
             let link = (NIL, 0);
             return self.take(records, Found { slot, at, link });
@@ -154,7 +162,7 @@ impl FreeList {
     }
 
     /// Takes a block out that is not its bin's root.
-    fn remove_below(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize), root: u32) {
+    fn remove_below(&mut self, records: &mut Blocks, slot: u32, at: usize, root: u32) {
         let mine = key(records.get(slot));
         let (mut link, mut below) = ((NIL, 0), root);
         while below != slot {
@@ -176,19 +184,16 @@ impl FreeList {
         if link.0 != NIL || below[0] & below[1] != NIL {
             return self.take_from(records, slot, at, link);
         }
-        self.roots[at.0][at.1] = NIL;
-        self.bins[at.0] &= !(1 << at.1);
-        if self.bins[at.0] == 0 {
-            self.octaves &= !(1 << at.0);
-        }
+        self.roots[at % BINS] = NIL;
+        let (octave, part) = parts(at);
+        self.bins[octave] &= !(1 << part);
+        self.octaves &= !(u32::from(self.bins[octave] == 0) << octave);
     }
 
     /// Takes a block out of a bin in which there are others.
-    fn take_from(&mut self, records: &mut Blocks, slot: u32, at: (usize, usize), mut link: Link) {
+    fn take_from(&mut self, records: &mut Blocks, slot: u32, at: usize, mut link: Link) {
         let mut sides = records.get(slot).below;
-        if sides[0] & sides[1] != NIL {
-            records.edit(slot).below = [NIL; 2];
-        }
+        records.edit(slot).below = [NIL; 2];
         // The higher of the two below takes its place, and so on down.
         while sides[0] != NIL && sides[1] != NIL {
             let height = |side: usize| records.get(sides[side]).height;
@@ -205,8 +210,8 @@ impl FreeList {
     /// The first block in order of at least `size` bytes (`units` smallest blocks).
     #[inline]
     pub fn at_least(&self, records: &Blocks, size: u64, units: u64) -> Option<Found> {
-        let (octave, part) = bin(units);
-        let (mut link, mut here) = ((NIL, 0), self.roots[octave][part]);
+        let at = bin(units);
+        let (mut link, mut here) = ((NIL, 0), self.roots[at % BINS]);
         let (mut slot, mut to) = (NIL, link);
         while here != NIL {
             let record = records.get(here);
@@ -217,22 +222,22 @@ impl FreeList {
             (link, here) = ((here, side), record.below[side]);
         }
         if slot != NIL {
-            let (at, link) = ((octave, part), to);
-            return Some(Found { slot, at, link });
+            return Some(Found { slot, at, link: to });
         }
         // All bins above hold larger blocks only: the first of the next one is it.
+        let (octave, part) = parts(at);
         let above = u64::from(self.bins[octave]) & (!1 << part);
         let at = if above != 0 {
-            (octave, above.trailing_zeros() as usize)
+            octave * PARTS + above.trailing_zeros() as usize
         } else {
             let octaves = u64::from(self.octaves) & (!1 << octave);
             if octaves == 0 {
                 return None;
             }
             let octave = octaves.trailing_zeros() as usize % OCTAVES;
-            (octave, self.bins[octave].trailing_zeros() as usize % PARTS)
+            octave * PARTS + self.bins[octave].trailing_zeros() as usize
         };
-        let (mut link, mut slot) = ((NIL, 0), self.roots[at.0][at.1]);
+        let (mut link, mut slot) = ((NIL, 0), self.roots[at % BINS]);
         loop {
             let smaller = records.get(slot).below[0];
             if smaller == NIL {
@@ -248,7 +253,7 @@ impl FreeList {
             return 0;
         };
         let part = self.bins[octave as usize].ilog2();
-        let mut last = self.roots[octave as usize][part as usize];
+        let mut last = self.roots[octave as usize * PARTS + part as usize];
         while records.get(last).below[1] != NIL {
             last = records.get(last).below[1];
         }
@@ -340,12 +345,12 @@ mod tests {
             last = bin(units);
         }
         assert_eq!(
-            (bin(1), bin(2), bin(3), bin(8), bin(9)),
-            ((0, 0), (1, 0), (1, 16), (3, 0), (3, 4))
+            [1, 2, 3, 8, 9].map(|units| parts(bin(units))),
+            [(0, 0), (1, 0), (1, 16), (3, 0), (3, 4)]
         );
         assert_eq!(
-            (bin((1 << 32) - 1), bin(1 << 32), bin(u64::MAX)),
-            ((31, 31), (31, 31), (31, 31))
+            [(1 << 32) - 1, 1 << 32, u64::MAX].map(|units| parts(bin(units))),
+            [(31, 31); 3]
         );
     }
 
@@ -373,7 +378,7 @@ mod tests {
         for slot in 0..10_000 {
             both.insert(slot, 7, 0, u64::from(slot) * 512);
         }
-        let mut depth = vec![(both.list.roots[2][24], 1)];
+        let mut depth = vec![(both.list.roots[bin(7)], 1)];
         let mut deepest = 0;
         while let Some((slot, level)) = depth.pop() {
             if slot != NIL {
