@@ -6,10 +6,10 @@
 //! are a hash of the place. So neither its shape nor an answer depends on history, and a bin of equal blocks
 //! costs a logarithm. Nothing is allocated. Below a block that is not in the index there is nothing.
 
-use super::pages::{BLOCKS, NIL, Pages, Record};
+use super::pages::{NIL, Pages, Record};
 
 /// What the index works on.
-type Blocks = Pages<Record, BLOCKS>;
+type Blocks = Pages<Record>;
 
 /// Bins of an octave, as a power of two: most bins hold a block or two.
 const PARTS_LOG: u32 = 5;

@@ -1,6 +1,6 @@
 //! Copy-on-write columns of pages. Touched by `index`, `books`, `checkpoint` and `restore` alone.
 //!
-//! A column's present *table* names a page for each `N` slots; a saved table names *runs* of [`RUN`] entries. Pages and
+//! A column's present *table* names a page for each [`PAGE`] slots; a saved table names *runs* of [`RUN`] entries. Pages and
 //! runs lie in one arena each, with a count of what names them. An entry of the present table carries [`OWNED`] if
 //! nothing else names its page: then it is changed in place. Any other page is copied first, or, if its count turns
 //! out to be one by now, marked. A run that has not changed since it was saved is saved again by counting it.
@@ -8,16 +8,16 @@
 //! There are two columns, [`Records`]: what a block is, and who has it. A restore compares the second alone, and
 //! adopting changes the second alone.
 
-/// Block records on one page, 2 KiB.
-pub(super) const BLOCKS: usize = 32;
-/// Owners on one page, half a KiB; at most 64, for [`differences`].
-pub(super) const OWNERS: usize = 32;
+/// Slots on one page: 1 KiB of block records, a quarter of a KiB of owners. At most 64, for [`differences`].
+pub(super) const PAGE: usize = 16;
 /// No record.
 pub(super) const NIL: u32 = u32::MAX;
 /// Entries in a run.
 const RUN: usize = 32;
 /// No page, or no run.
 const NONE: u32 = u32::MAX;
+/// A run of no pages.
+const NO_RUN: [u32; RUN] = [NONE; RUN];
 /// Set in an entry of the present table whose page no other table names.
 const OWNED: u32 = 1 << 31;
 
@@ -25,6 +25,12 @@ const OWNED: u32 = 1 << 31;
 pub(super) trait Cell: Copy {
     /// What an unused slot has.
     const NONE: Self;
+}
+
+/// Where a slot lies: the entry of the table, and the place on the page.
+#[inline]
+pub(super) fn place(slot: u32) -> (usize, usize) {
+    (slot as usize / PAGE, slot as usize % PAGE)
 }
 
 /// One block, live or free: a cache line.
@@ -80,6 +86,25 @@ pub(super) fn height(address: u64) -> u64 {
     (mixed ^ (mixed >> 32)).wrapping_mul(0xD6E8_FEB8_6659_FD93)
 }
 
+/// The places at which entries of the present table and a saved run differ, as bits. An owned page is in no run.
+#[inline]
+fn differing(now: &[u32], then: &[u32; RUN]) -> u64 {
+    let pairs = now.iter().zip(then).rev();
+    pairs.fold(0, |bits, (now, then)| bits << 1 | u64::from(now != then))
+}
+
+/// The places of the bits that are set, from the lowest.
+#[inline]
+pub(super) fn bits(mut set: u64) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        (set != 0).then(|| {
+            let at = set.trailing_zeros() as usize;
+            set &= set - 1;
+            at
+        })
+    })
+}
+
 /// Who has a block.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Owner {
@@ -94,26 +119,25 @@ impl Cell for Owner {
 }
 
 /// What a slot beyond the end of a table holds.
-pub(super) const NO_OWNERS: [Owner; OWNERS] = [Owner::NONE; OWNERS];
+pub(super) const NO_OWNERS: [Owner; PAGE] = [Owner::NONE; PAGE];
 
-/// The places at which two pages differ, as bits.
+/// The places at which two pages differ, as bits; without a branch, since no processor could guess it.
 #[inline]
-pub(super) fn differences(now: &[Owner; OWNERS], then: &[Owner; OWNERS]) -> u64 {
-    let mut differ = 0;
-    for (at, (now, then)) in now.iter().zip(then).enumerate() {
-        let same = (now.id ^ then.id) | (now.tag ^ then.tag);
-        differ |= u64::from(same != 0) << at;
-    }
-    differ
+pub(super) fn differences(now: &[Owner; PAGE], then: &[Owner; PAGE]) -> u64 {
+    let pairs = now.iter().zip(then).rev();
+    pairs.fold(0, |bits, (now, then)| {
+        let differ = (now.id ^ then.id) | (now.tag ^ then.tag);
+        bits << 1 | u64::from(differ != 0)
+    })
 }
 
 /// The two columns of the books.
 #[derive(Default)]
 pub(super) struct Records {
     /// What each block is.
-    pub blocks: Pages<Record, BLOCKS>,
+    pub blocks: Pages<Record>,
     /// Who has it.
-    pub owners: Pages<Owner, OWNERS>,
+    pub owners: Pages<Owner>,
 }
 
 /// The tables of a saved state.
@@ -242,19 +266,27 @@ impl<X> Default for Counted<X> {
     }
 }
 
+impl Counted<[u32; RUN]> {
+    /// A run, or that of no pages.
+    #[inline]
+    fn get(&self, run: u32) -> [u32; RUN] {
+        self.all.get(run as usize).copied().unwrap_or(NO_RUN)
+    }
+}
+
 /// One column: all its pages and runs, and the present table.
-pub(super) struct Pages<T, const N: usize> {
+pub(super) struct Pages<T> {
     /// Pages, named by runs and by the present table.
-    pages: Counted<[T; N]>,
+    pages: Counted<[T; PAGE]>,
     /// Runs of entries, named by saved tables and by `saved`.
     runs: Counted<[u32; RUN]>,
-    /// The present table, in whole runs: for each `N` slots a page, or [`NONE`].
+    /// The present table, in whole runs: for each [`PAGE`] slots a page, or [`NONE`].
     table: Vec<u32>,
     /// For each run of the present table the run in the arena that is equal to it; [`NONE`] since its first change.
     same: Vec<u32>,
 }
 
-impl<T, const N: usize> Default for Pages<T, N> {
+impl<T> Default for Pages<T> {
     fn default() -> Self {
         Self {
             pages: Counted::default(),
@@ -265,24 +297,18 @@ impl<T, const N: usize> Default for Pages<T, N> {
     }
 }
 
-impl<T: Cell, const N: usize> Pages<T, N> {
-    /// Where a slot lies: the entry of the table, and the place on the page.
-    #[inline]
-    fn place(slot: u32) -> (usize, usize) {
-        (slot as usize / N, slot as usize % N)
-    }
-
+impl<T: Cell> Pages<T> {
     /// The cell of a slot.
     #[inline]
     pub fn get(&self, slot: u32) -> &T {
-        let (entry, at) = Self::place(slot);
+        let (entry, at) = place(slot);
         &self.pages.all[(self.table[entry] & !OWNED) as usize][at]
     }
 
     /// The cell of a slot that may never have been made.
     #[inline]
     pub fn find(&self, slot: u32) -> Option<&T> {
-        let (entry, at) = Self::place(slot);
+        let (entry, at) = place(slot);
         let page = self.table.get(entry)? & !OWNED;
         Some(&self.pages.all.get(page as usize)?[at])
     }
@@ -290,7 +316,7 @@ impl<T: Cell, const N: usize> Pages<T, N> {
     /// The cell of a slot, to be changed.
     #[inline]
     pub fn edit(&mut self, slot: u32) -> &mut T {
-        let (entry, at) = Self::place(slot);
+        let (entry, at) = place(slot);
         let mut page = self.table[entry];
         if page & OWNED == 0 {
             page = self.own(entry);
@@ -301,7 +327,7 @@ impl<T: Cell, const N: usize> Pages<T, N> {
     /// Makes room for a slot in the present table.
     #[inline]
     pub fn reach(&mut self, slot: u32) {
-        let (entry, _) = Self::place(slot);
+        let (entry, _) = place(slot);
         if self.table.get(entry).is_none_or(|&page| page == NONE) {
             self.grow(entry);
         }
@@ -315,7 +341,7 @@ impl<T: Cell, const N: usize> Pages<T, N> {
             self.same.push(NONE);
         }
         self.change(entry);
-        self.table[entry] = self.pages.add([T::NONE; N]) | OWNED;
+        self.table[entry] = self.pages.add([T::NONE; PAGE]) | OWNED;
     }
 
     /// Makes the page of an entry the present table's alone: by a copy, unless it already is. Returns the new entry.
@@ -355,7 +381,7 @@ impl<T: Cell, const N: usize> Pages<T, N> {
     fn save(&mut self, table: &mut Vec<u32>) {
         for (same, entries) in self.same.iter_mut().zip(self.table.chunks_exact_mut(RUN)) {
             if *same == NONE {
-                let mut run = [NONE; RUN];
+                let mut run = NO_RUN;
                 for (saved, entry) in run.iter_mut().zip(entries) {
                     if *entry != NONE {
                         *entry &= !OWNED;
@@ -380,19 +406,16 @@ impl<T: Cell, const N: usize> Pages<T, N> {
             if now == then && now != NONE {
                 continue;
             }
-            for (place, entry) in (at * RUN..(at + 1) * RUN).enumerate() {
-                let (now, then) = (self.table[entry], self.entry(then, place));
-                // An owned page is in no run.
-                if now == then {
-                    continue;
+            let entries = &mut self.table[at * RUN..(at + 1) * RUN];
+            let saved = self.runs.get(then);
+            for place in bits(differing(entries, &saved)) {
+                let page = std::mem::replace(&mut entries[place], saved[place]);
+                if saved[place] != NONE {
+                    self.pages.hold(saved[place]);
                 }
-                if then != NONE {
-                    self.pages.hold(then);
+                if page != NONE {
+                    self.pages.release(page & !OWNED);
                 }
-                if now != NONE {
-                    self.pages.release(now & !OWNED);
-                }
-                self.table[entry] = then;
             }
             if then != NONE {
                 self.runs.hold(then);
@@ -413,49 +436,40 @@ impl<T: Cell, const N: usize> Pages<T, N> {
         }
     }
 
-    /// An entry of a run, or of none.
-    #[inline]
-    fn entry(&self, run: u32, place: usize) -> u32 {
-        self.runs
-            .all
-            .get(run as usize)
-            .map_or(NONE, |run| run[place])
-    }
-
     /// The cell of a slot in a saved state that knows it.
     #[inline]
     pub fn saved(&self, table: &[u32], slot: u32) -> Option<&T> {
-        let (entry, at) = Self::place(slot);
+        let (entry, at) = place(slot);
         Some(&self.saved_page(table, entry)?[at])
     }
 
     /// The page of an entry of a saved table.
     #[inline]
-    pub fn saved_page(&self, table: &[u32], entry: usize) -> Option<&[T; N]> {
-        let page = self.entry(*table.get(entry / RUN)?, entry % RUN);
-        self.pages.all.get(page as usize)
+    pub fn saved_page(&self, table: &[u32], entry: usize) -> Option<&[T; PAGE]> {
+        let run = &self.runs.all[*table.get(entry / RUN)? as usize];
+        self.pages.all.get(run[entry % RUN] as usize)
     }
 
     /// The page of an entry of the present table.
     #[inline]
-    pub fn present_page(&self, entry: usize) -> Option<&[T; N]> {
+    pub fn present_page(&self, entry: usize) -> Option<&[T; PAGE]> {
         let page = self.table.get(entry)? & !OWNED;
         self.pages.all.get(page as usize)
     }
 
     /// Entries in which the present table and a saved one name different pages. O(runs + entries of runs that differ).
     pub fn differing<'a>(&'a self, table: &'a [u32]) -> impl Iterator<Item = usize> + 'a {
-        (0..self.same.len().max(table.len()))
-            .filter(|&at| match (self.same.get(at), table.get(at)) {
-                (Some(now), Some(then)) => now != then,
-                _ => true,
-            })
-            .flat_map(|at| at * RUN..(at + 1) * RUN)
-            .filter(|&entry| {
-                let now = self.table.get(entry).copied().unwrap_or(NONE);
-                let then = table.get(entry / RUN).copied().unwrap_or(NONE);
-                now != self.entry(then, entry % RUN)
-            })
+        (0..self.same.len().max(table.len())).flat_map(move |at| {
+            let now = self.same.get(at).copied().unwrap_or(NONE);
+            let then = table.get(at).copied().unwrap_or(NONE);
+            let set = if now == then && now != NONE {
+                0
+            } else {
+                let entries = self.table.get(at * RUN..(at + 1) * RUN);
+                differing(entries.unwrap_or(&NO_RUN), &self.runs.get(then))
+            };
+            bits(set).map(move |place| at * RUN + place)
+        })
     }
 }
 
@@ -463,7 +477,7 @@ impl<T: Cell, const N: usize> Pages<T, N> {
 mod tests {
     use super::*;
 
-    type Owners = Pages<Owner, OWNERS>;
+    type Owners = Pages<Owner>;
 
     /// Pages and runs are counted once for each that names them, and vacant if none does.
     fn check_counts(owners: &Owners, saved: &[&Vec<u32>]) {
@@ -495,7 +509,7 @@ mod tests {
     fn a_saved_table_keeps_what_it_saw_and_an_unsaved_page_is_changed_in_place() {
         let mut owners = Owners::default();
         owners.reach(0);
-        owners.reach(OWNERS as u32);
+        owners.reach(PAGE as u32);
         owners.edit(3).id = 30;
         assert_eq!(owners.pages.counts.len(), 2);
 

@@ -1,7 +1,7 @@
 //! Back to a checkpoint. Everything is checked before anything is changed; then nothing can fail.
 
 use super::books::Books;
-use super::pages::{NO_OWNERS, OWNERS, Owner, Record, differences};
+use super::pages::{NO_OWNERS, Owner, PAGE, Record, bits, differences, place};
 use super::segment::Segments;
 use super::{Allocation, Backing, Checkpoint, LiveBlock, Pool, PoolError, SegmentId, Tag};
 
@@ -170,23 +170,35 @@ impl<B: Backing> Pool<B> {
             adopter.resize(saved.state.slots as usize, 0);
         }
         let mut next_id = self.next_id;
+        // Neighbours in `adopt` are mostly neighbours in the books.
+        let (mut last, mut pages) = (usize::MAX, None);
         out.adopted.reserve(adopt.len());
         for (index, &Adopt { saved: block, .. }) in adopt.iter().enumerate() {
             if block.is_empty() {
                 out.adopted.push(block);
                 continue;
             }
-            let owner = records.owners.saved(&saved.tables.owners, block.slot);
-            let record = records.blocks.saved(&saved.tables.blocks, block.slot);
-            let was_live = block.pool == self.mark
-                && owner.is_some_and(|owner| owner.id == block.id)
-                && record.is_some_and(|record| record.address == block.address);
-            if !was_live {
+            let (entry, at) = place(block.slot);
+            if entry != last {
+                last = entry;
+                let owners = records.owners.saved_page(&saved.tables.owners, entry);
+                let blocks = records.blocks.saved_page(&saved.tables.blocks, entry);
+                let now = records.owners.present_page(entry).unwrap_or(&NO_OWNERS);
+                pages = owners
+                    .zip(blocks)
+                    .map(|(owners, blocks)| (owners, blocks, now));
+            }
+            let named = pages.filter(|(owners, blocks, _)| {
+                block.pool == self.mark
+                    && owners[at].id == block.id
+                    && blocks[at].address == block.address
+            });
+            let Some((.., now)) = named else {
                 return Err(PoolError::AdoptNotInCheckpoint {
                     index,
                     saved: block,
                 });
-            }
+            };
             let adopter = &mut adopter[block.slot as usize];
             if *adopter != 0 {
                 let first = *adopter as usize - 1;
@@ -197,8 +209,7 @@ impl<B: Backing> Pool<B> {
                 });
             }
             *adopter = index as u32 + 1;
-            let now = records.owners.find(block.slot);
-            let id = if now.is_some_and(|now| now.id == block.id) {
+            let id = if now[at].id == block.id {
                 block.id
             } else {
                 next_id += 1;
@@ -229,11 +240,8 @@ impl<B: Backing> Pool<B> {
             let now = records.owners.present_page(entry).unwrap_or(&NO_OWNERS);
             let then = records.owners.saved_page(&tables.owners, entry);
             let then = then.unwrap_or(&NO_OWNERS);
-            let mut differ = differences(now, then);
-            while differ != 0 {
-                let at = differ.trailing_zeros() as usize;
-                differ &= differ - 1;
-                let slot = (entry * OWNERS + at) as u32;
+            for at in bits(differences(now, then)) {
+                let slot = (entry * PAGE + at) as u32;
                 let (now, then) = (now[at], then[at]);
                 if now.id == then.id {
                     scratch.tags.push((slot, now.tag));
