@@ -254,8 +254,8 @@ impl<B: Backing> Pool<B> {
         Ok(())
     }
 
-    /// Keeps the present state, to be returned to by [`Pool::restore`]. O(pages): 4 bytes for 64 blocks, and
-    /// the heads of the free lists.
+    /// Keeps the present state, to be returned to by [`Pool::restore`]. O(blocks / 512 + changes since the last
+    /// checkpoint): 128 bytes for each 512 blocks near one that changed, 4 bytes for other 512, and the heads of the free lists.
     #[must_use = "dropping a checkpoint lets go of it"]
     pub fn checkpoint(&mut self) -> Checkpoint {
         self.settle_dropped();

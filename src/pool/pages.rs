@@ -4,6 +4,7 @@
 //! runs lie in one arena each, with a count of what names them. An entry of the present table carries [`OWNED`] if
 //! nothing else names its page: then it is changed in place. Any other page is copied first, or, if its count turns
 //! out to be one by now, marked. A run that has not changed since it was saved is saved again by counting it.
+//! Of one that has, the present table knows where, so that going back compares nothing.
 //!
 //! There are two columns, [`Records`]: what a block is, and who has it. A restore compares the second alone, and
 //! adopting changes the second alone.
@@ -17,7 +18,7 @@ const RUN: usize = 32;
 /// No page, or no run.
 const NONE: u32 = u32::MAX;
 /// A run of no pages.
-const NO_RUN: [u32; RUN] = [NONE; RUN];
+static NO_RUN: [u32; RUN] = [NONE; RUN];
 /// Set in an entry of the present table whose page no other table names.
 const OWNED: u32 = 1 << 31;
 
@@ -269,8 +270,8 @@ impl<X> Default for Counted<X> {
 impl Counted<[u32; RUN]> {
     /// A run, or that of no pages.
     #[inline]
-    fn get(&self, run: u32) -> [u32; RUN] {
-        self.all.get(run as usize).copied().unwrap_or(NO_RUN)
+    fn get(&self, run: u32) -> &[u32; RUN] {
+        self.all.get(run as usize).unwrap_or(&NO_RUN)
     }
 }
 
@@ -278,12 +279,14 @@ impl Counted<[u32; RUN]> {
 pub(super) struct Pages<T> {
     /// Pages, named by runs and by the present table.
     pages: Counted<[T; PAGE]>,
-    /// Runs of entries, named by saved tables and by `saved`.
+    /// Runs of entries, named by saved tables and by `base`.
     runs: Counted<[u32; RUN]>,
     /// The present table, in whole runs: for each [`PAGE`] slots a page, or [`NONE`].
     table: Vec<u32>,
-    /// For each run of the present table the run in the arena that is equal to it; [`NONE`] since its first change.
-    same: Vec<u32>,
+    /// For each run of the present table the run in the arena that it was last equal to, or [`NONE`]...
+    base: Vec<u32>,
+    /// ...and the places at which it differs from that, as bits.
+    changed: Vec<u32>,
 }
 
 impl<T> Default for Pages<T> {
@@ -292,7 +295,8 @@ impl<T> Default for Pages<T> {
             pages: Counted::default(),
             runs: Counted::default(),
             table: Vec::new(),
-            same: Vec::new(),
+            base: Vec::new(),
+            changed: Vec::new(),
         }
     }
 }
@@ -338,7 +342,8 @@ impl<T: Cell> Pages<T> {
     fn grow(&mut self, entry: usize) {
         while self.table.len() <= entry {
             self.table.extend_from_slice(&[NONE; RUN]);
-            self.same.push(NONE);
+            self.base.push(NONE);
+            self.changed.push(0);
         }
         self.change(entry);
         self.table[entry] = self.pages.add([T::NONE; PAGE]) | OWNED;
@@ -357,11 +362,15 @@ impl<T: Cell> Pages<T> {
         page | OWNED
     }
 
-    /// An entry is about to be changed: its run is like none in the arena any more.
+    /// An entry is about to be changed.
     fn change(&mut self, entry: usize) {
-        let same = std::mem::replace(&mut self.same[entry / RUN], NONE);
-        if same != NONE {
-            self.release_run(same);
+        let (at, place) = (entry / RUN, entry % RUN);
+        self.changed[at] |= 1 << place;
+        let base = self.base[at];
+        if base != NONE && self.runs.counts[base as usize] == 1 {
+            // No saved table names it any more: nor need it hold pages.
+            self.base[at] = NONE;
+            self.release_run(base);
         }
     }
 
@@ -379,53 +388,65 @@ impl<T: Cell> Pages<T> {
     /// Keeps the present table in `table`; from now on its pages are copied before they are changed.
     /// O(runs + entries of runs that changed since the last time); no page is touched.
     fn save(&mut self, table: &mut Vec<u32>) {
-        for (same, entries) in self.same.iter_mut().zip(self.table.chunks_exact_mut(RUN)) {
-            if *same == NONE {
-                let mut run = NO_RUN;
-                for (saved, entry) in run.iter_mut().zip(entries) {
-                    if *entry != NONE {
-                        *entry &= !OWNED;
-                        *saved = *entry;
-                        self.pages.hold(*entry);
-                    }
-                }
-                *same = self.runs.add(run);
-            }
-            self.runs.hold(*same);
-        }
-        table.clone_from(&self.same);
-    }
-
-    /// Makes a saved table the present one. O(runs + entries of runs that differ); no page is touched.
-    fn load(&mut self, table: &[u32]) {
-        let runs = self.same.len().max(table.len());
-        self.same.resize(runs, NONE);
-        self.table.resize(runs * RUN, NONE);
-        for at in 0..runs {
-            let (now, then) = (self.same[at], table.get(at).copied().unwrap_or(NONE));
-            if now == then && now != NONE {
+        for at in 0..self.base.len() {
+            let base = self.base[at];
+            if base != NONE && self.changed[at] == 0 {
+                self.runs.hold(base);
                 continue;
             }
+            let mut run = NO_RUN;
             let entries = &mut self.table[at * RUN..(at + 1) * RUN];
-            let saved = self.runs.get(then);
-            for place in bits(differing(entries, &saved)) {
-                let page = std::mem::replace(&mut entries[place], saved[place]);
-                if saved[place] != NONE {
-                    self.pages.hold(saved[place]);
+            for (saved, entry) in run.iter_mut().zip(entries) {
+                if *entry != NONE {
+                    *entry &= !OWNED;
+                    *saved = *entry;
+                    self.pages.hold(*entry);
                 }
+            }
+            self.base[at] = self.runs.add(run);
+            self.changed[at] = 0;
+            self.runs.hold(self.base[at]);
+            if base != NONE {
+                self.release_run(base);
+            }
+        }
+        table.clone_from(&self.base);
+    }
+
+    /// Makes a saved table the present one. O(runs + entries that differ); no page is touched.
+    fn load(&mut self, table: &[u32]) {
+        let runs = self.base.len().max(table.len());
+        self.base.resize(runs, NONE);
+        self.changed.resize(runs, 0);
+        self.table.resize(runs * RUN, NONE);
+        for at in 0..runs {
+            let then = table.get(at).copied().unwrap_or(NONE);
+            let set = self.differing_in(at, then);
+            let entries = &mut self.table[at * RUN..(at + 1) * RUN];
+            for place in bits(set) {
+                let page = self.runs.get(then)[place];
+                let before = std::mem::replace(&mut entries[place], page);
                 if page != NONE {
-                    self.pages.release(page & !OWNED);
+                    self.pages.hold(page);
                 }
+                if before != NONE {
+                    self.pages.release(before & !OWNED);
+                }
+            }
+            self.changed[at] = 0;
+            let base = std::mem::replace(&mut self.base[at], then);
+            if base == then {
+                continue;
             }
             if then != NONE {
                 self.runs.hold(then);
             }
-            if now != NONE {
-                self.release_run(now);
+            if base != NONE {
+                self.release_run(base);
             }
-            self.same[at] = then;
         }
-        self.same.truncate(table.len());
+        self.base.truncate(table.len());
+        self.changed.truncate(table.len());
         self.table.truncate(table.len() * RUN);
     }
 
@@ -457,18 +478,23 @@ impl<T: Cell> Pages<T> {
         self.pages.all.get(page as usize)
     }
 
-    /// Entries in which the present table and a saved one name different pages. O(runs + entries of runs that differ).
+    /// Places at which a run of the present table and one in the arena (or none) name different pages, as bits.
+    /// O(1) if the one is the other's base.
+    #[inline]
+    fn differing_in(&self, at: usize, then: u32) -> u64 {
+        match self.base.get(at) {
+            Some(&base) if base == then && base != NONE => u64::from(self.changed[at]),
+            Some(_) => differing(&self.table[at * RUN..(at + 1) * RUN], self.runs.get(then)),
+            None => differing(&NO_RUN, self.runs.get(then)),
+        }
+    }
+
+    /// Entries in which the present table and a saved one name different pages. O(runs + entries that differ), and
+    /// O(entries) of runs that have another base.
     pub fn differing<'a>(&'a self, table: &'a [u32]) -> impl Iterator<Item = usize> + 'a {
-        (0..self.same.len().max(table.len())).flat_map(move |at| {
-            let now = self.same.get(at).copied().unwrap_or(NONE);
+        (0..self.base.len().max(table.len())).flat_map(move |at| {
             let then = table.get(at).copied().unwrap_or(NONE);
-            let set = if now == then && now != NONE {
-                0
-            } else {
-                let entries = self.table.get(at * RUN..(at + 1) * RUN);
-                differing(entries.unwrap_or(&NO_RUN), &self.runs.get(then))
-            };
-            bits(set).map(move |place| at * RUN + place)
+            bits(self.differing_in(at, then)).map(move |place| at * RUN + place)
         })
     }
 }
@@ -492,16 +518,19 @@ mod tests {
         }
         let named = |at: &u32| *at != NONE;
         let saved = saved.iter().copied().flatten();
-        let runs = saved.chain(&owners.same).copied();
+        let runs = saved.chain(&owners.base).copied();
         check(&owners.runs, runs.filter(named));
         let held = owners.runs.all.iter().zip(&owners.runs.counts);
         let held = held.filter(|run| *run.1 > 0).flat_map(|run| *run.0);
         let present = owners.table.iter().filter(|entry| named(entry));
         let pages = present.map(|entry| entry & !OWNED).chain(held);
         check(&owners.pages, pages.filter(named));
-        for (at, &same) in owners.same.iter().enumerate().filter(|same| named(same.1)) {
-            let run = owners.runs.all[same as usize];
-            assert_eq!(owners.table[at * RUN..(at + 1) * RUN], run);
+        for (at, &base) in owners.base.iter().enumerate() {
+            let set = differing(
+                &owners.table[at * RUN..(at + 1) * RUN],
+                owners.runs.get(base),
+            );
+            assert!(base == NONE || set == u64::from(owners.changed[at]));
         }
     }
 
@@ -560,5 +589,36 @@ mod tests {
         owners.load(&longer);
         assert!(*owners.get(0) == Owner { id: 1, tag: 2 });
         check_counts(&owners, &[&table, &longer]);
+    }
+
+    #[test]
+    fn a_table_knows_where_it_left_the_run_that_it_came_from_and_compares_with_others() {
+        let mut owners = Owners::default();
+        let slots = (2 * RUN * PAGE) as u32;
+        (0..slots).for_each(|slot| owners.reach(slot));
+        let (mut first, mut second) = (Vec::new(), Vec::new());
+        owners.save(&mut first);
+        owners.edit(0).id = 1;
+        owners.edit(slots - 1).id = 2;
+        let last = 2 * RUN - 1;
+        assert_eq!(owners.differing(&first).collect::<Vec<_>>(), [0, last]);
+        owners.save(&mut second);
+        assert_eq!(owners.differing(&first).collect::<Vec<_>>(), [0, last]);
+        assert_eq!(owners.differing(&second).count(), 0);
+        owners.edit(PAGE as u32).id = 3;
+        assert_eq!(owners.differing(&first).collect::<Vec<_>>(), [0, 1, last]);
+        assert_eq!(owners.differing(&second).collect::<Vec<_>>(), [1]);
+        check_counts(&owners, &[&first, &second]);
+        owners.load(&first);
+        assert_eq!(owners.differing(&second).collect::<Vec<_>>(), [0, last]);
+        check_counts(&owners, &[&first, &second]);
+
+        // What only the present table names is changed in place again.
+        owners.forget(&mut second);
+        owners.forget(&mut first);
+        let pages = owners.pages.counts.len();
+        (0..slots).for_each(|slot| owners.edit(slot).id = 4);
+        assert_eq!(owners.pages.counts.len(), pages);
+        check_counts(&owners, &[]);
     }
 }
