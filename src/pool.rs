@@ -90,8 +90,6 @@ pub struct Pool<B: Backing> {
     next_id: u64,
     /// Blocks that a restore took out of the books and whose owners have not freed them yet.
     orphans: Orphans,
-    /// Changes of tags so far.
-    retags: u64,
     /// Saved states, by the keys of checkpoints.
     saved: Vec<Saved>,
     /// Places in `saved` that no checkpoint names.
@@ -128,7 +126,6 @@ impl<B: Backing> Pool<B> {
             lists: 0,
             next_id: 1,
             orphans: Orphans::default(),
-            retags: 0,
             saved: Vec::new(),
             vacant: Vec::new(),
             token,
@@ -157,6 +154,20 @@ impl<B: Backing> Pool<B> {
         if bytes == 0 {
             return Ok(Allocation::EMPTY);
         }
+        let slot = self.take_block(stream, bytes, tag)?;
+        let block = self.books.records.get(slot);
+        Ok(Allocation {
+            id: self.next_id - 1,
+            address: block.address,
+            bytes: block.size,
+            slot,
+            pool: self.mark,
+        })
+    }
+
+    /// Makes a block live, with the next id; returns its slot. What `alloc` returns is put together in its caller, and so
+    /// in registers.
+    fn take_block(&mut self, stream: StreamId, bytes: u64, tag: Tag) -> Result<u32, PoolError> {
         let rounded = self
             .config
             .round(bytes)
@@ -166,24 +177,21 @@ impl<B: Backing> Pool<B> {
         let fit = self
             .books
             .best_fit(list, rounded)
-            .map(|slot| (slot, self.books.records.get(slot).size));
+            .map(|found| (found, self.books.records.get(found.slot).size));
         let (slot, size) = match fit {
-            Some(fit) if self.config.may_serve(rounded, fit.1) => fit,
+            Some((found, size)) if self.config.may_serve(rounded, size) => {
+                self.books.take(list, found);
+                (found.slot, size)
+            }
             _ => self.add_segment(stream, class, list, bytes, rounded)?,
         };
         let split = self.config.splits(rounded, size);
         let id = self.next_id();
-        let (address, size) = self.books.occupy(slot, rounded, split, id, tag.0, bytes);
+        let (_, size) = self.books.occupy(slot, rounded, split, id, tag.0, bytes);
         self.stats.live_blocks.gain(1);
         self.stats.live_bytes.gain(size);
         self.stats.requested_bytes.gain(bytes);
-        Ok(Allocation {
-            id,
-            address,
-            bytes: size,
-            slot,
-            pool: self.mark,
-        })
+        Ok(slot)
     }
 
     /// Frees a block. O(log free blocks of a size).
@@ -220,12 +228,14 @@ impl<B: Backing> Pool<B> {
     #[inline]
     #[must_use]
     pub fn contains(&self, allocation: Allocation) -> bool {
-        let block = self.books.records.find(allocation.slot);
+        let records = &self.books.records;
         allocation.pool == self.mark
-            && block.is_some_and(|block| {
-                block.id == allocation.id && block.address == allocation.address
-            })
             && !allocation.is_empty()
+            && records
+                .owners
+                .find(allocation.slot)
+                .is_some_and(|owner| owner.id == allocation.id)
+            && records.get(allocation.slot).address == allocation.address
     }
 
     /// Gives a live block another owner. A restore that keeps the block keeps the tag too. An empty allocation has no
@@ -240,13 +250,12 @@ impl<B: Backing> Pool<B> {
         if !self.contains(allocation) {
             return Err(PoolError::NotLive { allocation });
         }
-        self.books.records.edit(allocation.slot).tag = tag.0;
-        self.retags += 1;
+        self.books.records.owners.edit(allocation.slot).tag = tag.0;
         Ok(())
     }
 
-    /// Keeps the present state, to be returned to by [`Pool::restore`]. O(pages): 4 bytes for 64 blocks, and
-    /// the heads of the free lists.
+    /// Keeps the present state, to be returned to by [`Pool::restore`]. O(blocks / 512 + changes since the last
+    /// checkpoint): 128 bytes for each 512 blocks near one that changed, 4 bytes for other 512, and the heads of the free lists.
     #[must_use = "dropping a checkpoint lets go of it"]
     pub fn checkpoint(&mut self) -> Checkpoint {
         self.settle_dropped();
@@ -255,10 +264,10 @@ impl<B: Backing> Pool<B> {
             self.saved.len() as u32 - 1
         });
         let saved = &mut self.saved[key as usize];
-        self.books.records.save(&mut saved.table);
+        self.books.records.save(&mut saved.tables);
         saved.state.copy_from(&self.books.state);
         saved.held = true;
-        (saved.epoch, saved.retags) = (self.segments.epoch, self.retags);
+        saved.epoch = self.segments.epoch;
         self.stats.checkpoints += 1;
         self.stats.checkpoints_held += 1;
         Checkpoint::new(&self.token, key)
@@ -270,7 +279,7 @@ impl<B: Backing> Pool<B> {
         self.token.take_dropped(&mut self.vacant);
         for &key in &self.vacant[before..] {
             let saved = &mut self.saved[key as usize];
-            self.books.records.forget(&mut saved.table);
+            self.books.records.forget(&mut saved.tables);
             saved.held = false;
             self.stats.checkpoints_held -= 1;
         }
@@ -300,7 +309,7 @@ impl<B: Backing> Pool<B> {
         2 * self.last_stream + class as usize
     }
 
-    /// Adds a segment for a request that no free block can serve; returns its block and its length.
+    /// Adds a segment for a request that no free block can serve; returns its block, out of the index, and its length.
     #[cold]
     fn add_segment(
         &mut self,
@@ -338,6 +347,7 @@ impl<B: Backing> Pool<B> {
             bytes,
         });
         let slot = self.books.add_segment(number, list as u32, address, bytes);
+        self.books.unindex(slot);
         self.stats.segments.gain(1);
         self.stats.reserved_bytes.gain(bytes);
         Ok((slot, bytes))

@@ -6,8 +6,8 @@
 //! neighbours are both free; a record is in the index if and only if its block is free; the block at the
 //! beginning of a segment never changes its slot, nor does a live block.
 
-use super::index::FreeList;
-use super::pages::{NIL, Record, Records};
+use super::index::{Found, FreeList};
+use super::pages::{Cell, NIL, Owner, Record, Records, Tables, height};
 
 /// The beginning of a segment in the books.
 #[derive(Clone, Copy)]
@@ -70,6 +70,22 @@ impl State {
     }
 }
 
+/// Where a block lies.
+struct Place {
+    /// Its segment's number.
+    segment: u32,
+    /// The free lists its segment belongs to.
+    list: u32,
+    /// Where it begins.
+    address: u64,
+    /// Its length in bytes.
+    size: u64,
+    /// The block before it in its segment.
+    prev: u32,
+    /// The block after it in its segment.
+    next: u32,
+}
+
 /// The books.
 pub(super) struct Books {
     /// The block records.
@@ -90,24 +106,42 @@ impl Books {
         }
     }
 
-    /// Makes an unused record a free block, and puts it into the index.
+    /// Makes an unused record the free block of a place, and puts it into the index.
     #[inline]
-    fn add_free(&mut self, record: Record) -> u32 {
-        let slot = self.state.unused;
-        let slot = if slot != NIL {
-            self.state.unused = self.records.get(slot).next;
-            slot
+    fn add_free(&mut self, place: Place) -> u32 {
+        let slot = if self.state.unused != NIL {
+            self.state.unused
         } else {
-            debug_assert!(self.state.slots < NIL, "2^32 records are 256 GiB of books");
-            let slot = self.state.slots;
-            if slot as usize >= self.records.capacity() {
-                self.records.grow();
-            }
-            self.state.slots += 1;
-            slot
+            self.new_slot()
         };
-        *self.records.edit(slot) = record;
-        self.index(slot);
+        let record = self.records.edit(slot);
+        self.state.unused = record.next;
+        *record = Record {
+            address: place.address,
+            size: place.size,
+            height: height(place.address),
+            segment: place.segment,
+            list: place.list,
+            prev: place.prev,
+            next: place.next,
+            ..Record::NONE
+        };
+        self.state.lists[place.list as usize].insert(
+            &mut self.records.blocks,
+            slot,
+            place.size >> self.shift,
+        );
+        slot
+    }
+
+    /// A record that was never used.
+    #[cold]
+    fn new_slot(&mut self) -> u32 {
+        debug_assert!(self.state.slots < NIL, "2^32 records are 256 GiB of books");
+        let slot = self.state.slots;
+        self.records.reach(slot);
+        self.state.slots += 1;
+        debug_assert_eq!(self.records.get(slot).next, NIL, "it is on no list");
         slot
     }
 
@@ -116,32 +150,33 @@ impl Books {
     fn index(&mut self, slot: u32) {
         let record = self.records.get(slot);
         let (list, units) = (record.list, record.size >> self.shift);
-        self.state.lists[list as usize].insert(&mut self.records, slot, units);
+        self.state.lists[list as usize].insert(&mut self.records.blocks, slot, units);
     }
 
     /// Takes a free block out of the index.
     #[inline]
-    fn unindex(&mut self, slot: u32) {
+    pub fn unindex(&mut self, slot: u32) {
         let record = self.records.get(slot);
         let (list, units) = (record.list, record.size >> self.shift);
-        self.state.lists[list as usize].remove(&mut self.records, slot, units);
+        self.state.lists[list as usize].remove(&mut self.records.blocks, slot, units);
     }
 
     /// Makes a record unused whose block has become part of another.
     #[inline]
     fn retire(&mut self, slot: u32) {
-        self.records.edit(slot).next = self.state.unused;
-        self.state.unused = slot;
+        let unused = std::mem::replace(&mut self.state.unused, slot);
+        self.records.edit(slot).next = unused;
     }
 
     /// Adds a segment as one free block.
     pub fn add_segment(&mut self, segment: u32, list: u32, address: u64, size: u64) -> u32 {
-        let slot = self.add_free(Record {
-            address,
-            size,
+        let slot = self.add_free(Place {
             segment,
             list,
-            ..Record::NONE
+            address,
+            size,
+            prev: NIL,
+            next: NIL,
         });
         self.state.heads.push(Head { segment, slot });
         slot
@@ -156,14 +191,21 @@ impl Books {
     /// The free block that best fits `size` bytes: the smallest, then the segment registered first, then
     /// the lowest address.
     #[inline]
-    pub fn best_fit(&self, list: usize, size: u64) -> Option<u32> {
+    pub fn best_fit(&self, list: usize, size: u64) -> Option<Found> {
         self.state
             .lists
             .get(list)?
-            .at_least(&self.records, size, size >> self.shift)
+            .at_least(&self.records.blocks, size, size >> self.shift)
     }
 
-    /// Makes a free block live, and what is beyond `size` a free block if `split`. Returns address and length.
+    /// Takes a block that was found out of the index, to be occupied at once.
+    #[inline]
+    pub fn take(&mut self, list: usize, found: Found) {
+        self.state.lists[list].take(&mut self.records.blocks, found);
+    }
+
+    /// Makes a free block live that has been taken out of the index, and what is beyond `size` a free block if `split`.
+    /// Returns address and length.
     #[inline]
     pub fn occupy(
         &mut self,
@@ -174,21 +216,20 @@ impl Books {
         tag: u64,
         requested: u64,
     ) -> (u64, u64) {
-        self.unindex(slot);
-        let record = self.records.edit_id(slot, id);
-        (record.tag, record.requested) = (tag, requested);
+        *self.records.owners.edit(slot) = Owner { id, tag };
+        let record = self.records.edit(slot);
+        record.requested = requested;
         let (address, mut bytes) = (record.address, record.size);
         if split {
             let (segment, list, next) = (record.segment, record.list, record.next);
             record.size = size;
-            let rest = self.add_free(Record {
-                address: address + size,
-                size: bytes - size,
+            let rest = self.add_free(Place {
                 segment,
                 list,
+                address: address + size,
+                size: bytes - size,
                 prev: slot,
                 next,
-                ..Record::NONE
             });
             self.records.edit(slot).next = rest;
             if next != NIL {
@@ -202,27 +243,28 @@ impl Books {
         (address, bytes)
     }
 
-    /// Parts a free block in two, of which the first has `front` bytes. Returns the second, which the caller makes live at once: no two
+    /// Parts a free block in two, of which the second is out of the index; the caller makes it live at once: no two
     /// neighbours are free otherwise.
     pub fn part(&mut self, slot: u32, front: u64) -> u32 {
         self.unindex(slot);
         let record = self.records.edit(slot);
-        let back = Record {
-            address: record.address + front,
-            size: record.size - front,
+        let next = record.next;
+        let back = Place {
             segment: record.segment,
             list: record.list,
+            address: record.address + front,
+            size: record.size - front,
             prev: slot,
-            next: record.next,
-            ..Record::NONE
+            next,
         };
         record.size = front;
         self.index(slot);
         let second = self.add_free(back);
         self.records.edit(slot).next = second;
-        if back.next != NIL {
-            self.records.edit(back.next).prev = second;
+        if next != NIL {
+            self.records.edit(next).prev = second;
         }
+        self.unindex(second);
         second
     }
 
@@ -230,35 +272,46 @@ impl Books {
     /// the bytes that had been asked for.
     #[inline]
     pub fn vacate(&mut self, slot: u32) -> (u64, u64, u64) {
-        let record = self.records.edit_id(slot, 0);
-        let (address, bytes, requested) = (record.address, record.size, record.requested);
+        *self.records.owners.edit(slot) = Owner::NONE;
+        let blocks = &mut self.records.blocks;
+        let record = blocks.edit(slot);
+        let (address, bytes) = (record.address, record.size);
+        let requested = std::mem::take(&mut record.requested);
         let (prev, next) = (record.prev, record.next);
+        let list = &mut self.state.lists[record.list as usize];
         self.state.live.blocks -= 1;
         self.state.live.bytes -= bytes;
         self.state.live.requested -= requested;
 
         let (mut first, mut size, mut after) = (slot, bytes, next);
-        if next != NIL && self.records.get(next).id == 0 {
-            self.unindex(next);
-            let gone = self.records.get(next);
-            size += gone.size;
-            after = gone.next;
-            self.retire(next);
-        }
-        if prev != NIL && self.records.get(prev).id == 0 {
-            self.unindex(prev);
-            size += self.records.get(prev).size;
-            first = prev;
-            self.retire(slot);
-        }
-        if size != bytes {
-            let merged = self.records.edit(first);
-            (merged.size, merged.next) = (size, after);
-            if after != NIL {
-                self.records.edit(after).prev = first;
+        if next != NIL {
+            let beside = blocks.get(next);
+            if !beside.is_live() {
+                let more = beside.size;
+                (size, after) = (size + more, beside.next);
+                list.remove(blocks, next, more >> self.shift);
+                blocks.edit(next).next = self.state.unused;
+                self.state.unused = next;
             }
         }
-        self.index(first);
+        if prev != NIL {
+            let beside = blocks.get(prev);
+            if !beside.is_live() {
+                let more = beside.size;
+                (size, first) = (size + more, prev);
+                list.remove(blocks, prev, more >> self.shift);
+                blocks.edit(slot).next = self.state.unused;
+                self.state.unused = slot;
+            }
+        }
+        if size != bytes {
+            let merged = blocks.edit(first);
+            (merged.size, merged.next) = (size, after);
+            if after != NIL {
+                blocks.edit(after).prev = first;
+            }
+        }
+        list.insert(blocks, first, size >> self.shift);
         (address, bytes, requested)
     }
 
@@ -267,7 +320,7 @@ impl Books {
         self.state
             .lists
             .iter()
-            .map(|list| list.largest(&self.records))
+            .map(|list| list.largest(&self.records.blocks))
             .max()
             .unwrap_or(0)
     }
@@ -286,18 +339,16 @@ impl Books {
 
     /// Whether the slot's block is free and covers `size` bytes.
     pub fn is_one_free_block(&self, head: Head, size: u64) -> bool {
-        {
-            let record = self.records.get(head.slot);
-            record.id == 0 && record.size == size
-        }
+        let record = self.records.get(head.slot);
+        !record.is_live() && record.size == size
     }
 
     /// The same in a saved state.
-    pub fn was_one_free_block(&self, table: &[u32], head: Head, size: u64) -> bool {
-        let (entry, at) = super::pages::place(head.slot);
+    pub fn was_one_free_block(&self, tables: &Tables, head: Head, size: u64) -> bool {
         self.records
-            .saved_page(table, entry)
-            .is_some_and(|(ids, records)| ids[at] == 0 && records[at].size == size)
+            .blocks
+            .saved(&tables.blocks, head.slot)
+            .is_some_and(|record| !record.is_live() && record.size == size)
     }
 }
 
@@ -320,12 +371,14 @@ mod tests {
                     (record.address, record.prev, record.segment),
                     (at, prev, number)
                 );
-                let free = books.records.get(slot).id == 0;
+                let free = !record.is_live();
+                assert_eq!(free, books.records.owners.get(slot).id == 0);
                 assert!(!(free && free_before), "two free neighbours");
                 if free {
                     let found = books.best_fit(record.list as usize, record.size);
                     assert!(
-                        found.is_some_and(|found| books.records.get(found).size == record.size)
+                        found
+                            .is_some_and(|found| books.records.get(found.slot).size == record.size)
                     );
                 } else {
                     live.blocks += 1;
@@ -339,7 +392,8 @@ mod tests {
         let mut unused = books.state.unused;
         while unused != NIL {
             assert!(!std::mem::replace(&mut seen[unused as usize], true));
-            assert_eq!(books.records.get(unused).id, 0);
+            assert!(!books.records.get(unused).is_live());
+            assert_eq!(books.records.owners.get(unused).id, 0);
             unused = books.records.get(unused).next;
         }
         assert!(
@@ -372,20 +426,23 @@ mod tests {
                 .wrapping_add(1_442_695_040_888_963_407);
             let (draw, size) = (seed >> 33, 512 * (1 + (seed >> 50) % 64));
             if id % 500 == 250 {
-                let (mut table, mut state) = (Vec::new(), State::EMPTY);
-                books.records.save(&mut table);
+                let (mut tables, mut state) = (Tables::EMPTY, State::EMPTY);
+                books.records.save(&mut tables);
                 state.copy_from(&books.state);
-                saved = Some((table, state, live.clone()));
+                saved = Some((tables, state, live.clone()));
             } else if id % 500 == 0
-                && let Some((mut table, state, then)) = saved.take()
+                && let Some((mut tables, state, then)) = saved.take()
             {
-                books.records.load(&table);
-                books.records.forget(&mut table);
+                books.records.load(&tables);
+                books.records.forget(&mut tables);
                 books.state.copy_from(&state);
                 live = then;
             } else if draw % 2 == 0
-                && let Some(slot) = books.best_fit((draw / 2 % 2) as usize, size)
+                && let list = (draw / 2 % 2) as usize
+                && let Some(found) = books.best_fit(list, size)
             {
+                books.take(list, found);
+                let slot = found.slot;
                 let split = books.records.get(slot).size > size;
                 books.occupy(slot, size, split, id, 0, size - 1);
                 live.push(slot);

@@ -4,6 +4,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::books::State;
+use super::pages::Tables;
 
 /// What a pool and its checkpoints share. Its address tells pools apart.
 #[derive(Default)]
@@ -69,23 +70,20 @@ impl fmt::Debug for Checkpoint {
 pub(super) struct Saved {
     /// Whether a checkpoint names it.
     pub held: bool,
-    /// The table of its pages.
-    pub table: Vec<u32>,
+    /// The tables of its pages.
+    pub tables: Tables,
     /// All else.
     pub state: State,
     /// The segments' epoch then.
     pub epoch: u64,
-    /// The count of changed tags then.
-    pub retags: u64,
 }
 
 impl Saved {
     /// A place for a state.
     pub const EMPTY: Saved = Saved {
         held: false,
-        table: Vec::new(),
+        tables: Tables::EMPTY,
         state: State::EMPTY,
         epoch: 0,
-        retags: 0,
     };
 }

@@ -26,7 +26,7 @@ impl<B: Backing> Pool<B> {
         let records = &self.books.records;
         let around = self.books.blocks(heads[head]).find(|&slot| {
             let block = records.get(slot);
-            block.id == 0
+            !block.is_live()
                 && block.address <= address
                 && bytes <= block.size
                 && address - block.address <= block.size - bytes
@@ -37,6 +37,8 @@ impl<B: Backing> Pool<B> {
         let front = address - records.get(slot).address;
         if front > 0 {
             slot = self.books.part(slot, front);
+        } else {
+            self.books.unindex(slot);
         }
         let split = self.books.records.get(slot).size > bytes;
         let id = self.next_id();

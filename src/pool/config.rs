@@ -157,14 +157,11 @@ impl PoolConfig {
     #[inline]
     pub(super) fn splits(&self, rounded: u64, block: u64) -> bool {
         let rest = block - rounded;
-        if rest == 0 || self.no_split {
-            return false;
-        }
-        match self.class(rounded) {
-            SizeClass::Small => rest >= self.split_remainder_small,
-            SizeClass::Large => {
-                rest > self.split_remainder_large && self.max_split.is_none_or(|max| rounded < max)
-            }
-        }
+        let enough = match self.class(rounded) {
+            SizeClass::Small => self.split_remainder_small.max(1),
+            SizeClass::Large if self.max_split.is_some_and(|max| rounded >= max) => return false,
+            SizeClass::Large => self.split_remainder_large.saturating_add(1),
+        };
+        rest >= enough && !self.no_split
     }
 }

@@ -4,9 +4,12 @@
 //! Sizes fall into bins of two levels with a bitmap each (as in TLSF): octaves, and 32 parts of each. In
 //! each bin lies a treap over the records themselves, in the order of the full triple, whose priorities
 //! are a hash of the place. So neither its shape nor an answer depends on history, and a bin of equal blocks
-//! costs a logarithm. Nothing is allocated.
+//! costs a logarithm. Nothing is allocated. Below a block that is not in the index there is nothing.
 
-use super::pages::{NIL, Records};
+use super::pages::{NIL, Pages, Record};
+
+/// What the index works on.
+type Blocks = Pages<Record>;
 
 /// Bins of an octave, as a power of two: most bins hold a block or two.
 const PARTS_LOG: u32 = 5;
@@ -14,6 +17,9 @@ const PARTS_LOG: u32 = 5;
 const PARTS: usize = 1 << PARTS_LOG;
 /// Octaves; the last one takes all that is larger.
 const OCTAVES: usize = 32;
+
+/// Bins of all octaves.
+const BINS: usize = OCTAVES * PARTS;
 
 /// The free blocks of one size class on one stream.
 #[derive(Clone)]
@@ -23,7 +29,7 @@ pub(super) struct FreeList {
     /// For each octave the bins that are not empty.
     bins: [u32; OCTAVES],
     /// The root of each bin's treap.
-    roots: [[u32; PARTS]; OCTAVES],
+    roots: [u32; BINS],
 }
 
 /// A place that holds a link of a treap: a side of a record, or the root of the bin ([`NIL`]).
@@ -31,20 +37,36 @@ type Link = (u32, usize);
 
 /// The bin of a size in units of the pool's smallest block.
 #[inline]
-fn bin(units: u64) -> (usize, usize) {
+fn bin(units: u64) -> usize {
     debug_assert!(units > 0, "a block of no bytes has no bin");
     let octave = (u64::BITS - 1 - units.leading_zeros()) as usize;
     if octave >= OCTAVES {
-        return (OCTAVES - 1, PARTS - 1);
+        return BINS - 1;
     }
-    (octave, ((units << PARTS_LOG) >> octave) as usize % PARTS)
+    octave * PARTS + ((units << PARTS_LOG) >> octave) as usize % PARTS
+}
+
+/// Octave and part of a bin.
+#[inline]
+fn parts(bin: usize) -> (usize, usize) {
+    (bin / PARTS % OCTAVES, bin % PARTS)
+}
+
+/// A block in the index, and the link to it.
+#[derive(Clone, Copy)]
+pub(super) struct Found {
+    /// The block.
+    pub slot: u32,
+    /// Its bin.
+    at: usize,
+    /// What holds it.
+    link: Link,
 }
 
 /// The key of a free block.
 #[inline]
-fn key(records: &Records, slot: u32) -> (u64, u32, u64) {
-    let record = records.get(slot);
-    (record.size, record.segment, record.address)
+fn key(block: &Record) -> (u64, u32, u64) {
+    (block.size, block.segment, block.address)
 }
 
 /// Whether a key comes before another; without a branch, since no processor could guess it.
@@ -53,21 +75,12 @@ fn before(a: (u64, u32, u64), b: (u64, u32, u64)) -> bool {
     (a.0 < b.0) | ((a.0 == b.0) & ((a.1 < b.1) | ((a.1 == b.1) & (a.2 < b.2))))
 }
 
-/// How high a free block stands in its treap: a hash of its place, and the place itself where hashes agree.
-#[inline]
-fn height(records: &Records, slot: u32) -> u128 {
-    let address = records.get(slot).address;
-    let product = u128::from(address ^ 0xD6E8_FEB8_6659_FD93) * 0x9E37_79B9_7F4A_7C15;
-    let hash = (product ^ (product >> 64)) as u64;
-    u128::from(hash) << 64 | u128::from(address)
-}
-
 impl FreeList {
     /// No blocks.
     pub const EMPTY: FreeList = FreeList {
         octaves: 0,
         bins: [0; OCTAVES],
-        roots: [[NIL; PARTS]; OCTAVES],
+        roots: [NIL; BINS],
     };
 
     /// Becomes a copy of `other`. Octaves that are empty in both are equal already.
@@ -76,91 +89,115 @@ impl FreeList {
         (self.octaves, self.bins) = (other.octaves, other.bins);
         while octaves != 0 {
             let octave = octaves.trailing_zeros() as usize;
-            self.roots[octave] = other.roots[octave];
+            let bins = octave * PARTS..(octave + 1) * PARTS;
+            self.roots[bins.clone()].copy_from_slice(&other.roots[bins]);
             octaves &= octaves - 1;
         }
     }
 
     /// Writes a link.
     #[inline]
-    fn set(&mut self, records: &mut Records, at: (usize, usize), (slot, side): Link, to: u32) {
+    fn set(&mut self, records: &mut Blocks, at: usize, (slot, side): Link, to: u32) {
         match slot {
-            NIL => self.roots[at.0][at.1] = to,
+            NIL => self.roots[at % BINS] = to,
             _ => records.edit(slot).below[side] = to,
         }
     }
 
-    /// Puts a free block in. `units` is its size in smallest blocks. O(log n) of the blocks in its bin.
+    /// Puts a free block in, below which there is nothing. `units` is its size in smallest blocks. O(log n) of the blocks in its bin.
     #[inline]
-    pub fn insert(&mut self, records: &mut Records, slot: u32, units: u64) {
+    pub fn insert(&mut self, records: &mut Blocks, slot: u32, units: u64) {
         let at = bin(units);
-        let root = &mut self.roots[at.0][at.1];
+        let root = &mut self.roots[at % BINS];
         if *root != NIL {
             return self.insert_below(records, slot, at);
         }
         *root = slot;
-        self.bins[at.0] |= 1 << at.1;
-        self.octaves |= 1 << at.0;
-        records.edit(slot).below = [NIL; 2];
+        let (octave, part) = parts(at);
+        self.bins[octave] |= 1 << part;
+        self.octaves |= 1 << octave;
     }
 
     /// Puts a free block into a bin that is not empty.
-    fn insert_below(&mut self, records: &mut Records, slot: u32, at: (usize, usize)) {
-        let mut below = self.roots[at.0][at.1];
-        let (mine, high) = (key(records, slot), height(records, slot));
+    fn insert_below(&mut self, records: &mut Blocks, slot: u32, at: usize) {
+        let mut below = self.roots[at % BINS];
+        let block = records.get(slot);
+        let (mine, high) = (key(block), block.height);
         let mut link = (NIL, 0);
-        while below != NIL && height(records, below) > high {
-            let side = usize::from(before(key(records, below), mine));
-            (link, below) = ((below, side), records.get(below).below[side]);
+        while below != NIL {
+            let here = records.get(below);
+            if here.height < high {
+                break;
+            }
+            let side = usize::from(before(key(here), mine));
+            (link, below) = ((below, side), here.below[side]);
         }
         self.set(records, at, link, slot);
         // What stood there is parted by the key into the two sides; `holes` are where the next of each goes.
         let mut holes = [(slot, 0), (slot, 1)];
         while below != NIL {
-            let side = usize::from(before(mine, key(records, below)));
+            let here = records.get(below);
+            let side = usize::from(before(mine, key(here)));
             let (hole, inner) = (holes[side], 1 - side);
+            let next = here.below[inner];
             records.edit(hole.0).below[hole.1] = below;
             holes[side] = (below, inner);
-            below = records.get(below).below[inner];
+            below = next;
         }
-        for hole in holes {
-            records.edit(hole.0).below[hole.1] = NIL;
+        for (hole, side) in holes {
+            records.edit(hole).below[side] = NIL;
         }
     }
 
     /// Takes a block out that is in. O(log n) of the blocks in its bin.
     #[inline]
-    pub fn remove(&mut self, records: &mut Records, slot: u32, units: u64) {
+    pub fn remove(&mut self, records: &mut Blocks, slot: u32, units: u64) {
         let at = bin(units);
-        let record = records.get(slot);
-        let root = &mut self.roots[at.0][at.1];
-        if *root != slot || record.below != [NIL; 2] {
-            return self.remove_from(records, slot, at);
+        let root = self.roots[at % BINS];
+        if root == slot {
+            let link = (NIL, 0);
+            return self.take(records, Found { slot, at, link });
         }
-        *root = NIL;
-        self.bins[at.0] &= !(1 << at.1);
-        if self.bins[at.0] == 0 {
-            self.octaves &= !(1 << at.0);
+        self.remove_below(records, slot, at, root);
+    }
+
+    /// Takes a block out that is not its bin's root.
+    fn remove_below(&mut self, records: &mut Blocks, slot: u32, at: usize, root: u32) {
+        let mine = key(records.get(slot));
+        let (mut link, mut below) = ((NIL, 0), root);
+        while below != slot {
+            debug_assert!(below != NIL, "a free block is in the index");
+            if below == NIL {
+                return;
+            }
+            let here = records.get(below);
+            let side = usize::from(before(key(here), mine));
+            (link, below) = ((below, side), here.below[side]);
         }
+        self.take(records, Found { slot, at, link });
+    }
+
+    /// Takes a block out that was found. O(log n) of the blocks in its bin.
+    #[inline]
+    pub fn take(&mut self, records: &mut Blocks, Found { slot, at, link }: Found) {
+        let below = records.get(slot).below;
+        if link.0 != NIL || below[0] & below[1] != NIL {
+            return self.take_from(records, slot, at, link);
+        }
+        self.roots[at % BINS] = NIL;
+        let (octave, part) = parts(at);
+        self.bins[octave] &= !(1 << part);
+        self.octaves &= !(u32::from(self.bins[octave] == 0) << octave);
     }
 
     /// Takes a block out of a bin in which there are others.
-    fn remove_from(&mut self, records: &mut Records, slot: u32, at: (usize, usize)) {
-        let mut link = (NIL, 0);
-        let mut here = self.roots[at.0][at.1];
-        let mine = key(records, slot);
-        while here != slot {
-            debug_assert!(here != NIL, "a free block is in the index");
-            if here == NIL {
-                return;
-            }
-            let side = usize::from(before(key(records, here), mine));
-            (link, here) = ((here, side), records.get(here).below[side]);
-        }
-        // The higher of the two below takes its place, and so on down.
+    fn take_from(&mut self, records: &mut Blocks, slot: u32, at: usize, mut link: Link) {
         let mut sides = records.get(slot).below;
+        records.edit(slot).below = [NIL; 2];
+        // The higher of the two below takes its place, and so on down.
         while sides[0] != NIL && sides[1] != NIL {
-            let side = usize::from(height(records, sides[1]) > height(records, sides[0]));
+            let height = |side: usize| records.get(sides[side]).height;
+            let side = usize::from(height(1) > height(0));
             let (higher, inner) = (sides[side], 1 - side);
             self.set(records, at, link, higher);
             link = (higher, inner);
@@ -172,46 +209,51 @@ impl FreeList {
 
     /// The first block in order of at least `size` bytes (`units` smallest blocks).
     #[inline]
-    pub fn at_least(&self, records: &Records, size: u64, units: u64) -> Option<u32> {
-        let (octave, part) = bin(units);
-        let (mut found, mut here) = (NIL, self.roots[octave][part]);
+    pub fn at_least(&self, records: &Blocks, size: u64, units: u64) -> Option<Found> {
+        let at = bin(units);
+        let (mut link, mut here) = ((NIL, 0), self.roots[at % BINS]);
+        let (mut slot, mut to) = (NIL, link);
         while here != NIL {
             let record = records.get(here);
-            if record.size >= size {
-                (found, here) = (here, record.below[0]);
-            } else {
-                here = record.below[1];
+            let side = usize::from(record.size < size);
+            if side == 0 {
+                (slot, to) = (here, link);
             }
+            (link, here) = ((here, side), record.below[side]);
         }
-        if found != NIL {
-            return Some(found);
+        if slot != NIL {
+            return Some(Found { slot, at, link: to });
         }
         // All bins above hold larger blocks only: the first of the next one is it.
+        let (octave, part) = parts(at);
         let above = u64::from(self.bins[octave]) & (!1 << part);
-        let (octave, part) = if above != 0 {
-            (octave, above.trailing_zeros() as usize)
+        let at = if above != 0 {
+            octave * PARTS + above.trailing_zeros() as usize
         } else {
             let octaves = u64::from(self.octaves) & (!1 << octave);
             if octaves == 0 {
                 return None;
             }
-            let octave = octaves.trailing_zeros() as usize;
-            (octave, self.bins[octave].trailing_zeros() as usize)
+            let octave = octaves.trailing_zeros() as usize % OCTAVES;
+            octave * PARTS + self.bins[octave].trailing_zeros() as usize
         };
-        let mut first = self.roots[octave][part];
-        while records.get(first).below[0] != NIL {
-            first = records.get(first).below[0];
+        let (mut link, mut slot) = ((NIL, 0), self.roots[at % BINS]);
+        loop {
+            let smaller = records.get(slot).below[0];
+            if smaller == NIL {
+                return Some(Found { slot, at, link });
+            }
+            (link, slot) = ((slot, 0), smaller);
         }
-        Some(first)
     }
 
     /// Size of the largest block, 0 if there is none.
-    pub fn largest(&self, records: &Records) -> u64 {
+    pub fn largest(&self, records: &Blocks) -> u64 {
         let Some(octave) = self.octaves.checked_ilog2() else {
             return 0;
         };
         let part = self.bins[octave as usize].ilog2();
-        let mut last = self.roots[octave as usize][part as usize];
+        let mut last = self.roots[octave as usize * PARTS + part as usize];
         while records.get(last).below[1] != NIL {
             last = records.get(last).below[1];
         }
@@ -227,17 +269,15 @@ mod tests {
 
     /// A record for every slot; the index and a set of (size, segment, address, slot) side by side.
     struct Both {
-        records: Records,
+        records: Blocks,
         list: FreeList,
         set: BTreeSet<(u64, u32, u64, u32)>,
     }
 
     impl Both {
         fn new(slots: u32) -> Self {
-            let mut records = Records::default();
-            while records.capacity() < slots as usize {
-                records.grow();
-            }
+            let mut records = Blocks::default();
+            (0..slots).for_each(|slot| records.reach(slot));
             Self {
                 records,
                 list: FreeList::EMPTY,
@@ -248,12 +288,13 @@ mod tests {
         fn insert(&mut self, slot: u32, size: u64, segment: u32, address: u64) {
             let record = self.records.edit(slot);
             (record.size, record.segment, record.address) = (size, segment, address);
+            record.height = super::super::pages::height(address);
             self.list.insert(&mut self.records, slot, size);
             self.set.insert((size, segment, address, slot));
         }
 
         fn remove(&mut self, slot: u32) {
-            let (size, segment, address) = key(&self.records, slot);
+            let (size, segment, address) = key(self.records.get(slot));
             self.list.remove(&mut self.records, slot, size);
             assert!(self.set.remove(&(size, segment, address, slot)));
         }
@@ -265,7 +306,9 @@ mod tests {
                 .next()
                 .map(|found| found.3);
             assert_eq!(
-                self.list.at_least(&self.records, size, size),
+                self.list
+                    .at_least(&self.records, size, size)
+                    .map(|found| found.slot),
                 first,
                 "first of at least {size}"
             );
@@ -302,12 +345,12 @@ mod tests {
             last = bin(units);
         }
         assert_eq!(
-            (bin(1), bin(2), bin(3), bin(8), bin(9)),
-            ((0, 0), (1, 0), (1, 16), (3, 0), (3, 4))
+            [1, 2, 3, 8, 9].map(|units| parts(bin(units))),
+            [(0, 0), (1, 0), (1, 16), (3, 0), (3, 4)]
         );
         assert_eq!(
-            (bin((1 << 32) - 1), bin(1 << 32), bin(u64::MAX)),
-            ((31, 31), (31, 31), (31, 31))
+            [(1 << 32) - 1, 1 << 32, u64::MAX].map(|units| parts(bin(units))),
+            [(31, 31); 3]
         );
     }
 
@@ -335,7 +378,7 @@ mod tests {
         for slot in 0..10_000 {
             both.insert(slot, 7, 0, u64::from(slot) * 512);
         }
-        let mut depth = vec![(both.list.roots[2][24], 1)];
+        let mut depth = vec![(both.list.roots[bin(7)], 1)];
         let mut deepest = 0;
         while let Some((slot, level)) = depth.pop() {
             if slot != NIL {
@@ -346,8 +389,10 @@ mod tests {
         }
         assert!((14..60).contains(&deepest), "{deepest}");
         for slot in 0..10_000 {
-            assert_eq!(both.list.at_least(&both.records, 5, 5), Some(slot));
-            both.remove(slot);
+            let found = both.list.at_least(&both.records, 5, 5).unwrap();
+            assert_eq!(found.slot, slot);
+            both.list.take(&mut both.records, found);
+            assert_eq!(both.records.get(slot).below, [NIL; 2]);
         }
         assert_eq!((both.list.octaves, both.list.bins), (0, [0; OCTAVES]));
     }

@@ -103,8 +103,11 @@ impl<B: Backing> Pool<B> {
 
     /// The slot's block, if it is live.
     fn block(&self, slot: u32) -> Option<LiveBlock> {
-        let record = self.books.records.get(slot);
-        (record.id != 0).then(|| live_block(&self.segments, record, slot, self.mark))
+        let records = &self.books.records;
+        let (record, owner) = (records.get(slot), records.owners.get(slot));
+        record
+            .is_live()
+            .then(|| live_block(&self.segments, record, *owner, slot, self.mark))
     }
 
     /// All live blocks, by segment and offset. O(blocks).

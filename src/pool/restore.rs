@@ -1,7 +1,7 @@
 //! Back to a checkpoint. Everything is checked before anything is changed; then nothing can fail.
 
 use super::books::Books;
-use super::pages::{NO_IDS, PAGE, Record, place};
+use super::pages::{NO_OWNERS, Owner, PAGE, Record, bits, differences, place};
 use super::segment::Segments;
 use super::{Allocation, Backing, Checkpoint, LiveBlock, Pool, PoolError, SegmentId, Tag};
 
@@ -105,11 +105,11 @@ impl<B: Backing> Pool<B> {
         let key = checkpoint
             .key(&self.token)
             .ok_or(PoolError::ForeignCheckpoint)?;
-        if let Err(error) = self.find_adopters(key, adopt) {
+        if let Err(error) = self.name_adopted(key, adopt, out) {
             self.scratch.adopter.fill(0);
+            out.clear();
             return Err(error);
         }
-        self.name_adopted(adopt, out);
         self.compare(key, unclaimed, out);
 
         let Pool {
@@ -120,14 +120,14 @@ impl<B: Backing> Pool<B> {
             ..
         } = self;
         let saved = &saved[key];
-        books.records.load(&saved.table);
+        books.records.load(&saved.tables);
         books.state.copy_from(&saved.state);
         books
             .state
             .lists
             .resize(self.lists, super::index::FreeList::EMPTY);
         for (slot, tag) in scratch.tags.drain(..) {
-            books.records.edit(slot).tag = tag;
+            books.records.owners.edit(slot).tag = tag;
         }
         if saved.epoch != segments.epoch {
             match_segments(books, segments);
@@ -137,16 +137,13 @@ impl<B: Backing> Pool<B> {
                 continue;
             }
             scratch.adopter[now.slot as usize] = 0;
-            if now.id != entry.saved.id {
-                books.records.edit_id(now.slot, now.id);
-            }
-            if books.records.get(now.slot).tag != entry.tag.0 {
-                books.records.edit(now.slot).tag = entry.tag.0;
-                self.retags += 1;
+            let (id, tag) = (now.id, entry.tag.0);
+            if id != entry.saved.id || books.records.owners.get(now.slot).tag != tag {
+                *books.records.owners.edit(now.slot) = Owner { id, tag };
             }
         }
         for now in &out.unclaimed {
-            books.records.edit_id(now.slot, now.id);
+            books.records.owners.edit(now.slot).id = now.id;
         }
         for block in &out.freed {
             books.vacate(block.allocation.slot);
@@ -159,32 +156,49 @@ impl<B: Backing> Pool<B> {
         Ok(())
     }
 
-    /// Checks `adopt`, and notes the adopter of each slot.
-    fn find_adopters(&mut self, key: usize, adopt: &[Adopt]) -> Result<(), PoolError> {
+    /// Checks `adopt`, notes the adopter of each slot, and writes the names that adopted blocks will have.
+    fn name_adopted(
+        &mut self,
+        key: usize,
+        adopt: &[Adopt],
+        out: &mut Restored,
+    ) -> Result<(), PoolError> {
         let saved = &self.saved[key];
+        let records = &self.books.records;
         let adopter = &mut self.scratch.adopter;
         if adopter.len() < saved.state.slots as usize {
             adopter.resize(saved.state.slots as usize, 0);
         }
+        let mut next_id = self.next_id;
+        // Neighbours in `adopt` are mostly neighbours in the books.
+        let (mut last, mut pages) = (usize::MAX, None);
+        out.adopted.reserve(adopt.len());
         for (index, &Adopt { saved: block, .. }) in adopt.iter().enumerate() {
             if block.is_empty() {
+                out.adopted.push(block);
                 continue;
             }
             let (entry, at) = place(block.slot);
-            let was_live = block.pool == self.mark
-                && self
-                    .books
-                    .records
-                    .saved_page(&saved.table, entry)
-                    .is_some_and(|(ids, records)| {
-                        ids[at] == block.id && records[at].address == block.address
-                    });
-            if !was_live {
+            if entry != last {
+                last = entry;
+                let owners = records.owners.saved_page(&saved.tables.owners, entry);
+                let blocks = records.blocks.saved_page(&saved.tables.blocks, entry);
+                let now = records.owners.present_page(entry).unwrap_or(&NO_OWNERS);
+                pages = owners
+                    .zip(blocks)
+                    .map(|(owners, blocks)| (owners, blocks, now));
+            }
+            let named = pages.filter(|(owners, blocks, _)| {
+                block.pool == self.mark
+                    && owners[at].id == block.id
+                    && blocks[at].address == block.address
+            });
+            let Some((.., now)) = named else {
                 return Err(PoolError::AdoptNotInCheckpoint {
                     index,
                     saved: block,
                 });
-            }
+            };
             let adopter = &mut adopter[block.slot as usize];
             if *adopter != 0 {
                 let first = *adopter as usize - 1;
@@ -195,22 +209,16 @@ impl<B: Backing> Pool<B> {
                 });
             }
             *adopter = index as u32 + 1;
+            let id = if now[at].id == block.id {
+                block.id
+            } else {
+                next_id += 1;
+                next_id - 1
+            };
+            out.adopted.push(Allocation { id, ..block });
         }
+        self.next_id = next_id;
         Ok(())
-    }
-
-    /// Writes the names that adopted blocks will have.
-    fn name_adopted(&mut self, adopt: &[Adopt], out: &mut Restored) {
-        for Adopt { saved, .. } in adopt {
-            let kept = saved.is_empty()
-                || self
-                    .books
-                    .records
-                    .find(saved.slot)
-                    .is_some_and(|now| now.id == saved.id);
-            let id = if kept { saved.id } else { self.next_id() };
-            out.adopted.push(Allocation { id, ..*saved });
-        }
     }
 
     /// Compares the present state with a saved one, and writes all of the report but the adopted.
@@ -223,43 +231,37 @@ impl<B: Backing> Pool<B> {
             orphans,
             mark,
             next_id,
-            retags,
             ..
         } = self;
         let (records, saved) = (&books.records, &saved[key]);
-        let retagged = saved.retags != *retags;
+        let tables = &saved.tables;
         let mut returning = 0;
-        for entry in records.differing(&saved.table) {
-            let (now, then) = (
-                records.present_page(entry),
-                records.saved_page(&saved.table, entry),
-            );
-            let now_ids = now.map_or(&NO_IDS, |page| page.0);
-            let then_ids = then.map_or(&NO_IDS, |page| page.0);
-            if now_ids == then_ids && !retagged {
-                continue;
-            }
-            for at in 0..PAGE {
+        for entry in records.owners.differing(&tables.owners) {
+            let now = records.owners.present_page(entry).unwrap_or(&NO_OWNERS);
+            let then = records.owners.saved_page(&tables.owners, entry);
+            let then = then.unwrap_or(&NO_OWNERS);
+            for at in bits(differences(now, then)) {
                 let slot = (entry * PAGE + at) as u32;
-                if now_ids[at] == then_ids[at] {
-                    if let (true, Some(now), Some(then)) = (retagged && now_ids[at] != 0, now, then)
-                        && now.1[at].tag != then.1[at].tag
-                    {
-                        scratch.tags.push((slot, now.1[at].tag));
-                    }
+                let (now, then) = (now[at], then[at]);
+                if now.id == then.id {
+                    scratch.tags.push((slot, now.tag));
                     continue;
                 }
-                if let Some(page) = now.filter(|page| page.0[at] != 0) {
-                    orphans.insert(page.0[at]);
+                if now.id != 0 {
+                    orphans.insert(now.id);
+                    let record = records.get(slot);
                     out.orphaned
-                        .push(live_block(segments, &page.1[at], slot, *mark));
+                        .push(live_block(segments, record, now, slot, *mark));
                 }
-                if let Some(page) = then.filter(|page| page.0[at] != 0) {
+                if then.id != 0 {
                     returning += 1;
                     if scratch.adopter[slot as usize] != 0 {
                         continue;
                     }
-                    let block = live_block(segments, &page.1[at], slot, *mark);
+                    let Some(record) = records.blocks.saved(&tables.blocks, slot) else {
+                        continue;
+                    };
+                    let block = live_block(segments, record, then, slot, *mark);
                     match unclaimed {
                         Unclaimed::Free => out.freed.push(block),
                         Unclaimed::Keep => {
@@ -279,19 +281,25 @@ impl<B: Backing> Pool<B> {
 
 /// The block of a record that is live.
 #[inline]
-pub(super) fn live_block(segments: &Segments, record: &Record, slot: u32, mark: u32) -> LiveBlock {
+pub(super) fn live_block(
+    segments: &Segments,
+    record: &Record,
+    owner: Owner,
+    slot: u32,
+    mark: u32,
+) -> LiveBlock {
     let base = segments
         .get(record.segment)
         .map_or(record.address, |segment| segment.address);
     LiveBlock {
         allocation: Allocation {
-            id: record.id,
+            id: owner.id,
             address: record.address,
             bytes: record.size,
             slot,
             pool: mark,
         },
-        tag: Tag(record.tag),
+        tag: Tag(owner.tag),
         segment: SegmentId(record.segment),
         offset: record.address - base,
         bytes: record.size,

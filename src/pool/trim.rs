@@ -73,7 +73,7 @@ impl<B: Backing> Pool<B> {
                     Ok(then) => {
                         let head = saved.state.heads[then];
                         self.books
-                            .was_one_free_block(&saved.table, head, segment.bytes)
+                            .was_one_free_block(&saved.tables, head, segment.bytes)
                     }
                     Err(_) => true,
                 }
