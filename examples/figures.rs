@@ -13,13 +13,14 @@ mod numbers;
 #[path = "support/random.rs"]
 mod random;
 
+use std::cell::RefCell;
 use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use cudagraph_trees::device::Device;
 use cudagraph_trees::device::kernels::KernelSet;
+use cudagraph_trees::device::{CaptureMode, Device};
 use cudagraph_trees::pool::{
     Adopt, Allocation, Pool, PoolConfig, Restored, StreamId, Tag, Unclaimed,
 };
@@ -70,6 +71,8 @@ struct Bench<D: Device> {
     kernels: Arc<KernelSet<D>>,
     stream: D::Stream,
     filter: String,
+    /// What was printed.
+    seen: RefCell<Vec<(String, f64)>>,
 }
 
 impl<D: Device> Bench<D> {
@@ -80,6 +83,7 @@ impl<D: Device> Bench<D> {
             stream: device.create_stream()?,
             device,
             filter,
+            seen: RefCell::default(),
         })
     }
 
@@ -90,6 +94,7 @@ impl<D: Device> Bench<D> {
     fn put(&self, name: &str, value: f64, unit: &str) {
         if self.wants(name) {
             println!("{name}\t{value:.1}\t{unit}");
+            self.seen.borrow_mut().push((name.to_owned(), value));
         }
     }
 
@@ -540,12 +545,77 @@ impl<D: Device> Bench<D> {
         Ok(())
     }
 
+    /// One recording, to its first launch: by the calls of the device alone, and by the tree.
+    fn record(&self) -> Outcome {
+        const ROUNDS: usize = 40;
+        for kernels in [1, 64] {
+            let (hand, tree) = (
+                format!("record.by_hand.kernels={kernels}"),
+                format!("record.tree.kernels={kernels}"),
+            );
+            if !self.wants(&hand) && !self.wants(&tree) {
+                continue;
+            }
+            let (x, out) = (self.tensor()?, self.tensor()?);
+            let (src, dst) = (x.ptr()?, out.ptr()?);
+            let capture = self.device.create_stream()?;
+            let mut times = Vec::new();
+            for _ in 0..ROUNDS {
+                let start = Instant::now();
+                self.device
+                    .begin_capture(&capture, CaptureMode::ThreadLocal)?;
+                for _ in 0..kernels {
+                    self.kernels
+                        .scale_add(&self.device, &capture, dst, src, N, 1.0, 1.0)?;
+                }
+                let graph = self.device.end_capture(&capture)?;
+                let exec = self.device.instantiate(&graph)?;
+                self.device.launch_graph(&exec, &self.stream, &[])?;
+                times.push(ns(start));
+                self.drain()?;
+            }
+            self.put(&hand, median(times), "ns");
+
+            let trees = GraphTrees::new(&self.allocator)?;
+            let mut times = Vec::new();
+            for round in 0..ROUNDS {
+                let k = self.kernels.clone();
+                let spec = FunctionSpec::new(&format!("f{round}"))
+                    .static_input(0)
+                    .skip_warmup();
+                let f = trees.register(spec, move |rec, inputs| {
+                    let src = inputs.get(0)?.ptr()?;
+                    let out = rec.alloc(4 * N)?;
+                    for _ in 0..kernels {
+                        k.scale_add(rec.device(), rec.stream(), out.ptr()?, src, N, 1.0, 1.0)?;
+                    }
+                    Ok(vec![out])
+                })?;
+                let step = trees.step();
+                let start = Instant::now();
+                let outputs = trees.run(&f, &step, &[], &self.stream, &mut [lend(&x)])?;
+                times.push(ns(start));
+                if outputs.phase() != Phase::Record {
+                    return Err(format!(
+                        "{tree}: a {} where a recording is timed",
+                        outputs.phase()
+                    )
+                    .into());
+                }
+                self.drain()?;
+            }
+            self.put(&tree, median(times), "ns");
+        }
+        Ok(())
+    }
+
     fn all(&self) -> Outcome {
         self.machine();
         self.raw_replay()?;
         self.tree_replay()?;
         self.tree_path()?;
         self.record_child_after_replay()?;
+        self.record()?;
         self.checkpoint()?;
         self.handle()?;
         self.alloc()
@@ -589,6 +659,13 @@ fn trace(live: usize, steps: usize, top: f64) -> Outcome<[f64; 3]> {
     Ok([times[0], times[1], ratio])
 }
 
+/// All figures on a device whose name contains `filter`, printed, and as values.
+pub fn measure<D: Device>(device: D, filter: &str) -> Outcome<Vec<(String, f64)>> {
+    let bench = Bench::new(device, filter.to_owned())?;
+    bench.all()?;
+    Ok(bench.seen.take())
+}
+
 /// All figures whose name contains a filter.
 struct Figures {
     filter: String,
@@ -596,7 +673,7 @@ struct Figures {
 
 impl device::Job for Figures {
     fn run<D: Device>(self, device: D) -> Outcome {
-        Bench::new(device, self.filter)?.all()
+        measure(device, &self.filter).map(drop)
     }
 }
 
