@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
+use crate::allocator::PoolHandle;
 use crate::device::{Device, DevicePtr, GraphInfo};
 use crate::pool::{Allocation, Checkpoint};
 use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
@@ -38,8 +39,7 @@ pub(super) struct Node<D: Device> {
     pub(super) slots: Box<[(Arc<Storage<D>>, u64)]>,
     /// Which of the slots are held.
     pub(super) live: Arc<LiveMask>,
-    pub(super) exec: D::Exec,
-    pub(super) info: GraphInfo,
+    pub(super) graph: Launchable<D>,
     /// The pool as it was when the recording ended.
     pub(super) checkpoint: Checkpoint,
     /// The outputs of the path that were held then, and their blocks.
@@ -50,6 +50,14 @@ pub(super) struct Node<D: Device> {
     pub(super) returns_bound: bool,
     /// Room for the addresses of the copied inputs.
     pub(super) sources: Vec<DevicePtr>,
+}
+
+/// An executable graph, with what it needs to live.
+pub(super) struct Launchable<D: Device> {
+    pub(super) exec: D::Exec,
+    pub(super) info: GraphInfo,
+    /// Other pools than the tree's that were allocated from during the capture: the graph has their addresses baked in.
+    pub(super) _pools: Vec<PoolHandle<D>>,
 }
 
 /// What an input was at the recording.

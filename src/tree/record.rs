@@ -11,12 +11,12 @@ use tracing::{debug_span, warn};
 
 use super::args::Arg;
 use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
-use super::node::{Consumed, DeadBits, InputSpec, Node, NodeId, OutputSpec, footprint};
+use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, State};
 use crate::allocator::Born;
-use crate::device::{CaptureMode, CaptureStatus, Device, DeviceError, GraphInfo};
+use crate::device::{CaptureMode, CaptureStatus, Device, DeviceError};
 use crate::error::{BoxError, Error, Phase, Result};
 use crate::pool::{Adopt, Checkpoint, Tag, Unclaimed};
 use crate::storage::{Storage, Tensor};
@@ -33,8 +33,7 @@ enum Undone {
 
 /// A graph that was captured and launched, and what there is to say of it.
 struct Recorded<D: Device> {
-    exec: D::Exec,
-    info: GraphInfo,
+    graph: Launchable<D>,
     placed: Placed<D>,
     sorted: Sorted<D>,
     given: Vec<Given<D>>,
@@ -141,11 +140,10 @@ impl<D: Device> Inner<D> {
             }
         };
         match ended {
-            Ok((exec, info, sorted, outputs)) => (
+            Ok((graph, sorted, outputs)) => (
                 state,
                 Ok(Recorded {
-                    exec,
-                    info,
+                    graph,
                     placed,
                     sorted,
                     given,
@@ -165,7 +163,6 @@ impl<D: Device> Inner<D> {
     }
 
     /// From the closure's return to the first launch.
-    #[allow(clippy::type_complexity)] // the parts of `Recorded` that are made here
     fn finish(
         &self,
         state: &State<D>,
@@ -174,7 +171,7 @@ impl<D: Device> Inner<D> {
         born: &[Arc<Storage<D>>],
         outputs: Vec<Tensor<D>>,
         serial: u64,
-    ) -> Result<(D::Exec, GraphInfo, Sorted<D>, Vec<Tensor<D>>), Undone> {
+    ) -> Result<(Launchable<D>, Sorted<D>, Vec<Tensor<D>>), Undone> {
         let device = self.allocator.device();
         let sorted = self.sort_outputs(
             &state.functions[call.function],
@@ -192,7 +189,8 @@ impl<D: Device> Inner<D> {
             }
         };
         let ended = device.end_capture(&self.stream);
-        self.allocator.leave_capture(serial);
+        let mut pools = self.allocator.leave_capture(serial);
+        pools.retain(|pool| pool.id() != self.pool.id());
         let capture = |error: DeviceError| Undone::Capture(error.into());
         let template = ended.map_err(capture)?;
         let info = device.graph_info(&template).map_err(capture)?;
@@ -203,7 +201,15 @@ impl<D: Device> Inner<D> {
         device
             .launch_graph(&exec, call.stream, &placed.sources)
             .map_err(|error| Undone::Call(error.into()))?;
-        Ok((exec, info, sorted, outputs))
+        Ok((
+            Launchable {
+                exec,
+                info,
+                _pools: pools,
+            },
+            sorted,
+            outputs,
+        ))
     }
 
     /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more.
@@ -291,8 +297,7 @@ impl<D: Device> Inner<D> {
         out: &mut Outputs<D>,
     ) {
         let Recorded {
-            exec,
-            info,
+            graph,
             placed,
             sorted,
             given,
@@ -372,8 +377,7 @@ impl<D: Device> Inner<D> {
             outputs: sorted.specs.into(),
             slots: sorted.slots.into(),
             live,
-            exec,
-            info,
+            graph,
             checkpoint: self.pool.checkpoint_blocks(),
             saved: saved.into(),
             sources: placed.sources,

@@ -142,6 +142,6 @@ impl<D: Device> Inner<D> {
             });
         }
         let device = self.allocator.device();
-        Ok(device.launch_graph(&node.exec, call.stream, &node.sources)?)
+        Ok(device.launch_graph(&node.graph.exec, call.stream, &node.sources)?)
     }
 }

@@ -368,7 +368,7 @@ impl<D: Device> State<D> {
                 .iter()
                 .map(|(_, child)| self.nodes[*child].id)
                 .collect(),
-            graph_nodes: node.info.nodes(),
+            graph_nodes: node.graph.info.nodes(),
             inputs: node.inputs.iter().map(input).collect(),
             outputs: node.outputs.iter().map(output).collect(),
         }
