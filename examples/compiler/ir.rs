@@ -128,7 +128,7 @@ impl Graph {
     }
 
     /// All operations, in order.
-    pub fn ordered(&self) -> impl DoubleEndedIterator<Item = (Var, &Node)> {
+    pub fn ordered(&self) -> impl DoubleEndedIterator<Item = (Var, &Node)> + Clone {
         self.nodes
             .iter()
             .enumerate()

@@ -60,9 +60,9 @@ fn cut(whole: &Graph, needed: &[bool], start: usize, end: usize) -> Part {
         gives: Vec::new(),
     };
     let mut local: HashMap<usize, Var> = HashMap::new();
-    for place in start..end {
-        let node = &whole.nodes[place];
-        if !needed[place] || !node.op.runs() {
+    let inside = whole.ordered().skip(start).take(end - start);
+    for (var, node) in inside.clone() {
+        if !needed[var.0] || !node.op.runs() {
             continue;
         }
         let operands = node.operands.iter().map(|operand| {
@@ -77,21 +77,16 @@ fn cut(whole: &Graph, needed: &[bool], start: usize, end: usize) -> Part {
         });
         let operands = operands.collect();
         let made = part.code.push(node.op, operands, node.shape);
-        local.insert(place, made);
+        local.insert(var.0, made);
     }
-    let used_later = |place: usize| {
-        whole.outputs.contains(&Var(place))
-            || whole
-                .ordered()
-                .skip(end)
-                .any(|(user, node)| needed[user.0] && node.operands.contains(&Var(place)))
+    let used_later = |var: Var| {
+        let mut later = whole.ordered().skip(end);
+        whole.outputs.contains(&var)
+            || later.any(|(user, node)| needed[user.0] && node.operands.contains(&var))
     };
-    for place in start..end {
-        if whole.nodes[place].op.runs()
-            && used_later(place)
-            && let Some(made) = local.get(&place)
-        {
-            part.gives.push(Var(place));
+    for (var, _) in inside.filter(|(var, node)| node.op.runs() && used_later(*var)) {
+        if let Some(made) = local.get(&var.0) {
+            part.gives.push(var);
             part.code.outputs.push(*made);
         }
     }
