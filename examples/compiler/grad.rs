@@ -1,6 +1,7 @@
 //! Automatic differentiation: from a function with a scalar loss, the function of its gradients.
 //!
-//! The reverse walk mirrors graph breaks: where the forward function is cut, the backward one is cut too.
+//! The reverse walk mirrors graph breaks: where the forward function is cut, the backward one is cut too. Variables are not saved but
+//! read again, so nothing may change them between the two.
 
 use super::ir::{Graph, IrError, Op, Shape, Var, Variable};
 
