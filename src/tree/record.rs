@@ -31,6 +31,9 @@ enum Undone {
     Panic(Box<dyn std::any::Any + Send>),
 }
 
+/// What there is between the closure's return and the node: the graph, and the outputs with what they are.
+type Finished<D> = (Launchable<D>, Sorted<D>, Vec<Tensor<D>>);
+
 /// A graph that was captured and launched, and what there is to say of it.
 struct Recorded<D: Device> {
     graph: Launchable<D>,
@@ -171,7 +174,7 @@ impl<D: Device> Inner<D> {
         born: &[Arc<Storage<D>>],
         outputs: Vec<Tensor<D>>,
         serial: u64,
-    ) -> Result<(Launchable<D>, Sorted<D>, Vec<Tensor<D>>), Undone> {
+    ) -> Result<Finished<D>, Undone> {
         let device = self.allocator.device();
         let sorted = self.sort_outputs(
             &state.functions[call.function],
