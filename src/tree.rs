@@ -248,6 +248,9 @@ impl<D: Device> GraphTrees<D> {
     }
 
     /// Opens a generation: a step of the program. See [`Step`] for what its token protects.
+    ///
+    /// A new step may be opened before the last one's token is dropped. A loop needs a token for each turn: below one token that lives on, what is
+    /// held of earlier turns stays, and each turn is another place in the tree.
     pub fn step(&self) -> Step {
         self.inner.generations.open()
     }

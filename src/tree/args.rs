@@ -36,7 +36,9 @@ pub fn give<'a, D: Device>(tensor: Tensor<D>) -> Arg<'a, D> {
 }
 
 impl<D: Device> Arg<'_, D> {
-    pub(super) fn tensor(&self) -> Option<&Tensor<D>> {
+    /// The tensor, lent or given; `None` for a host value, and for what was taken.
+    #[must_use]
+    pub fn tensor(&self) -> Option<&Tensor<D>> {
         match self {
             Arg::Lend(tensor) => Some(tensor),
             Arg::Give(tensor) => Some(tensor),
@@ -44,12 +46,14 @@ impl<D: Device> Arg<'_, D> {
         }
     }
 
-    pub(super) fn is_given(&self) -> bool {
+    /// Whether it is a tensor given up.
+    #[must_use]
+    pub fn is_given(&self) -> bool {
         matches!(self, Arg::Give(_))
     }
 
-    /// Takes a given tensor out.
-    pub(super) fn take(&mut self) -> Option<Tensor<D>> {
+    /// Takes a given tensor out, and leaves [`Arg::Taken`]. `None` for anything else, which stays.
+    pub fn take(&mut self) -> Option<Tensor<D>> {
         match std::mem::replace(self, Arg::Taken) {
             Arg::Give(tensor) => Some(tensor),
             other => {

@@ -53,7 +53,9 @@ impl<D: Device> FunctionSpec<D> {
         self
     }
 
-    /// The input at `position` is this tensor, in every call: static, and not passed to `run`, which then costs nothing for it. Held weakly.
+    /// The input at `position` is this tensor, in every call: static, and not passed to `run`, which then costs nothing for it. Held weakly: who
+    /// binds it keeps it. Positions count all inputs as the closure sees them, bound and passed; a function with bound inputs after the passed
+    /// ones needs no renumbering.
     #[must_use]
     pub fn bind(mut self, position: usize, tensor: &Tensor<D>) -> Self {
         self.bound
