@@ -78,6 +78,14 @@ impl Drop for Relaxed<'_> {
     }
 }
 
+/// While it lives, this thread may destroy what is the device's: its context is current, and no capture minds, whoever began it
+/// and in which mode. Destroying an executable is one of the calls that break a capture otherwise.
+pub(super) struct Ending<'a> {
+    // Given back in this order.
+    _relaxed: Option<Relaxed<'a>>,
+    _current: Current<'a>,
+}
+
 impl Inner {
     /// Begins a call: refused if the context is lost.
     pub(super) fn enter(&self, call: Call) -> Result<Current<'_>> {
@@ -118,6 +126,22 @@ impl Inner {
         Ok(Relaxed {
             driver: self.driver,
             before: mode,
+        })
+    }
+
+    /// Begins a call that destroys something, from a drop: also on a lost context. `None` where the context cannot be made current, and so nothing
+    /// can be destroyed in it.
+    pub(super) fn ending(&self, what: &'static str) -> Option<Ending<'_>> {
+        let call = Call::Driver(what);
+        let current = self.current(call).ok()?;
+        let relaxed = match self.lost.get() {
+            None => self.relax(call).ok(),
+            // Nothing captures in a lost context.
+            Some(_) => None,
+        };
+        Some(Ending {
+            _relaxed: relaxed,
+            _current: current,
         })
     }
 
@@ -173,7 +197,7 @@ impl Inner {
 impl Drop for Inner {
     /// The last handle is gone: memory and kernels are given back, then the context.
     fn drop(&mut self) {
-        if let Ok(_current) = self.current(Call::Driver("drop")) {
+        if let Some(_ending) = self.ending("drop") {
             self.give_back_memory();
             self.unload_modules();
         }

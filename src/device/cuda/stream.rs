@@ -61,12 +61,17 @@ impl fmt::Debug for CudaStream {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        if let Owner::Device = self.owner
-            && let Ok(_current) = self.device.current(Call::Driver("cuStreamDestroy"))
-        {
+        // Also what cudarc destroys is destroyed in here.
+        let owner = std::mem::replace(&mut self.owner, Owner::Other);
+        if let Owner::Other = owner {
+            return;
+        }
+        let ending = self.device.ending("cuStreamDestroy");
+        if let (Owner::Device, Some(_)) = (&owner, &ending) {
             // SAFETY: the device made it, and this was its last handle. The driver lets what is enqueued run.
             unsafe { (self.device.driver.cuStreamDestroy_v2)(self.raw.0) };
         }
+        drop(owner);
     }
 }
 
@@ -92,7 +97,7 @@ impl fmt::Debug for CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        if let Ok(_current) = self.device.current(Call::Driver("cuEventDestroy")) {
+        if let Some(_ending) = self.device.ending("cuEventDestroy") {
             // SAFETY: the device made it, and nobody else has it. What waits for it goes on waiting.
             unsafe { (self.device.driver.cuEventDestroy_v2)(self.raw.0) };
         }
