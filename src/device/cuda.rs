@@ -27,6 +27,7 @@ mod inner;
 mod memory;
 mod module;
 mod nvrtc;
+mod ptx;
 mod stream;
 mod unavailable;
 mod work;
