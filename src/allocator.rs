@@ -209,7 +209,10 @@ impl<D: Device> Shared<D> {
         };
         let first = books.pools[pool].pool.alloc(StreamId(id), bytes, tag);
         let block = match first {
-            Err(PoolError::OutOfMemory { .. }) if books.captures.is_empty() => {
+            Err(PoolError::OutOfMemory { .. })
+                if books.captures.is_empty()
+                    && matches!(self.device.capture_status(stream), Ok(CaptureStatus::None)) =>
+            {
                 self.device.synchronize_device()?;
                 books.trim()?;
                 books.pools[pool].pool.alloc(StreamId(id), bytes, tag)?

@@ -36,7 +36,7 @@ use std::ffi::{CStr, c_char};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::driver::{CudaContext, sys};
@@ -139,6 +139,8 @@ impl CudaDevice {
                 wrapped: Mutex::default(),
                 gather: OnceLock::new(),
                 gathered: Mutex::default(),
+                captures: AtomicUsize::new(0),
+                mixed: AtomicBool::new(false),
                 lost: OnceLock::new(),
                 context: ManuallyDrop::new(context),
             }),

@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
+use crate::allocator::PoolHandle;
 use crate::device::{Device, DevicePtr, GraphInfo};
 use crate::pool::{Allocation, Checkpoint};
 use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
@@ -50,6 +51,8 @@ pub(super) struct Node<D: Device> {
     pub(super) returns_bound: bool,
     /// Room for the addresses of the copied inputs.
     pub(super) sources: Vec<DevicePtr>,
+    /// Other pools that the closure allocated from: the graph has addresses of theirs.
+    pub(super) _others: Vec<PoolHandle<D>>,
 }
 
 /// What an input was at the recording.

@@ -15,7 +15,7 @@ use super::node::{Consumed, DeadBits, InputSpec, Node, NodeId, OutputSpec, footp
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, State};
-use crate::allocator::Born;
+use crate::allocator::{Born, PoolHandle};
 use crate::device::{CaptureMode, CaptureStatus, Device, DeviceError, GraphInfo};
 use crate::error::{BoxError, Error, Phase, Result};
 use crate::pool::{Adopt, Checkpoint, Tag, Unclaimed};
@@ -39,7 +39,18 @@ struct Recorded<D: Device> {
     sorted: Sorted<D>,
     given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
+    others: Vec<PoolHandle<D>>,
     footprint: Box<[Range<u64>]>,
+}
+
+/// A graph that was captured and launched, as far as the device and the closure say.
+struct Finished<D: Device> {
+    exec: D::Exec,
+    info: GraphInfo,
+    sorted: Sorted<D>,
+    outputs: Vec<Tensor<D>>,
+    /// Other pools that were allocated from.
+    others: Vec<PoolHandle<D>>,
 }
 
 impl<D: Device> Inner<D> {
@@ -141,15 +152,16 @@ impl<D: Device> Inner<D> {
             }
         };
         match ended {
-            Ok((exec, info, sorted, outputs)) => (
+            Ok(finished) => (
                 state,
                 Ok(Recorded {
-                    exec,
-                    info,
+                    exec: finished.exec,
+                    info: finished.info,
                     placed,
-                    sorted,
+                    sorted: finished.sorted,
                     given,
-                    outputs,
+                    outputs: finished.outputs,
+                    others: finished.others,
                     footprint: footprint(&storages),
                 }),
             ),
@@ -165,7 +177,6 @@ impl<D: Device> Inner<D> {
     }
 
     /// From the closure's return to the first launch.
-    #[allow(clippy::type_complexity)] // the parts of `Recorded` that are made here
     fn finish(
         &self,
         state: &State<D>,
@@ -174,7 +185,7 @@ impl<D: Device> Inner<D> {
         born: &[Arc<Storage<D>>],
         outputs: Vec<Tensor<D>>,
         serial: u64,
-    ) -> Result<(D::Exec, GraphInfo, Sorted<D>, Vec<Tensor<D>>), Undone> {
+    ) -> Result<Finished<D>, Undone> {
         let device = self.allocator.device();
         let sorted = self.sort_outputs(
             &state.functions[call.function],
@@ -192,7 +203,8 @@ impl<D: Device> Inner<D> {
             }
         };
         let ended = device.end_capture(&self.stream);
-        self.allocator.leave_capture(serial);
+        let mut others = self.allocator.leave_capture(serial);
+        others.retain(|pool| pool.id() != self.pool.id());
         let capture = |error: DeviceError| Undone::Capture(error.into());
         let template = ended.map_err(capture)?;
         let info = device.graph_info(&template).map_err(capture)?;
@@ -203,7 +215,13 @@ impl<D: Device> Inner<D> {
         device
             .launch_graph(&exec, call.stream, &placed.sources)
             .map_err(|error| Undone::Call(error.into()))?;
-        Ok((exec, info, sorted, outputs))
+        Ok(Finished {
+            exec,
+            info,
+            sorted,
+            outputs,
+            others,
+        })
     }
 
     /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more.
@@ -297,6 +315,7 @@ impl<D: Device> Inner<D> {
             sorted,
             given,
             outputs,
+            others,
             footprint,
         } = recorded;
         // Given and kept inside: the caller's again, and not to die between the looks that follow.
@@ -377,6 +396,7 @@ impl<D: Device> Inner<D> {
             checkpoint: self.pool.checkpoint_blocks(),
             saved: saved.into(),
             sources: placed.sources,
+            _others: others,
         });
         match parent {
             Some(parent) => state.nodes[parent].children.push((variant, node)),

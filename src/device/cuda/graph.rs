@@ -107,6 +107,7 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
     let mut raw = ptr::null_mut();
     // SAFETY: the handle keeps the stream alive; the pointer is to a live local.
     let code = unsafe { (device.driver.cuStreamEndCapture)(stream.raw.0, &raw mut raw) };
+    device.note_end(stream);
     // What the driver may have written there on an error is no graph, and must not be destroyed.
     device.check(call, code, || {
         format!("the capture on stream {}", stream.id)

@@ -2,7 +2,7 @@
 
 use std::mem::ManuallyDrop;
 use std::ptr;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::driver::{CudaContext, sys};
@@ -46,6 +46,10 @@ pub(super) struct Inner {
     pub(super) gather: OnceLock<GatherKernels>,
     /// The captures underway that have their gather, by the driver's number.
     pub(super) gathered: Mutex<Vec<u64>>,
+    /// Captures that were begun through this device, and have not been ended through it.
+    pub(super) captures: AtomicUsize,
+    /// Whether others may have a stream or an event of this device in hand, or it one of theirs: then captures may be underway that it does not know of.
+    pub(super) mixed: AtomicBool,
     /// How the context was lost.
     pub(super) lost: OnceLock<(Call, Code)>,
 }
@@ -114,6 +118,16 @@ impl Inner {
             driver: self.driver,
             before: Some(now),
         })
+    }
+
+    /// Whether, as far as this device can know, no stream of its own captures.
+    pub(super) fn nothing_captures(&self) -> bool {
+        self.captures.load(Ordering::Acquire) == 0 && !self.mixed.load(Ordering::Acquire)
+    }
+
+    /// Notes that a handle of the driver's goes out, or came in.
+    pub(super) fn mix(&self) {
+        self.mixed.store(true, Ordering::Release);
     }
 
     /// Exchanges this thread's capture mode for the relaxed one.

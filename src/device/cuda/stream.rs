@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use cudarc::driver::sys;
@@ -25,6 +25,8 @@ pub(super) struct Handle {
     pub(super) device: Arc<Inner>,
     pub(super) raw: Shared<sys::CUstream>,
     pub(super) id: u32,
+    /// Whether a capture was begun here through the device, and has not been ended.
+    begun: AtomicBool,
     owner: Owner,
 }
 
@@ -43,6 +45,7 @@ impl CudaStream {
     /// The driver's handle, to give to libraries (cuBLAS and others). Good as long as a clone of this stream lives.
     #[must_use]
     pub fn raw(&self) -> sys::CUstream {
+        self.0.device.mix();
         self.0.raw.0
     }
 }
@@ -59,8 +62,24 @@ impl fmt::Debug for CudaStream {
     }
 }
 
+impl Handle {
+    /// Notes that a capture begins here; [`capture_ended`](Handle::capture_ended) takes it back.
+    pub(super) fn capture_begins(&self) {
+        if !self.begun.swap(true, Ordering::AcqRel) {
+            self.device.captures.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    pub(super) fn capture_ended(&self) {
+        if self.begun.swap(false, Ordering::AcqRel) {
+            self.device.captures.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
+        self.capture_ended();
         // Also what cudarc destroys is destroyed in here.
         let owner = std::mem::replace(&mut self.owner, Owner::Other);
         if let Owner::Other = owner {
@@ -85,6 +104,7 @@ impl CudaEvent {
     /// The driver's handle. Good as long as this event lives.
     #[must_use]
     pub fn raw(&self) -> sys::CUevent {
+        self.device.mix();
         self.raw.0
     }
 }
@@ -114,6 +134,7 @@ fn handle(device: &Arc<Inner>, raw: sys::CUstream, id: u32, owner: Owner) -> Arc
         device: device.clone(),
         raw: Shared(raw),
         id,
+        begun: AtomicBool::new(false),
         owner,
     })
 }
@@ -166,6 +187,7 @@ unsafe fn wrap(
     owner: impl FnOnce() -> Owner,
 ) -> Result<CudaStream> {
     let call = Call::Driver("cuStreamGetCtx");
+    device.mix();
     let _current = device.enter(call)?;
     let refuse = |why: &str| DeviceError::new(call, Code::InvalidValue, why);
     match raw.addr() {
@@ -230,6 +252,13 @@ impl Inner {
             1 => CaptureStatus::Active,
             _ => CaptureStatus::Invalidated,
         })
+    }
+
+    /// Takes note if the stream does not capture any more. The context is current.
+    pub(super) fn note_end(&self, stream: &Handle) {
+        if let Ok(CaptureStatus::None) = self.status(Call::CaptureStatus, stream) {
+            stream.capture_ended();
+        }
     }
 
     /// The driver's number for the capture that a stream takes part in, if it is sound.
