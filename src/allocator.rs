@@ -90,6 +90,11 @@ pub(crate) struct Memory<D: Device> {
 }
 
 impl<D: Device> Memory<D> {
+    #[cfg(feature = "cuda-any")]
+    pub(crate) fn device(&self) -> &D {
+        &self.shared.device
+    }
+
     pub(crate) fn in_pool(&self, pool: &PoolHandle<D>) -> bool {
         Arc::ptr_eq(&self.shared, &pool.shared) && self.pool == pool.key
     }

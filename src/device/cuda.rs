@@ -16,10 +16,18 @@
 //!   each later one gives it again, but for `unmap`, `release`, `end_capture` and the drops. Which kernel it was, the driver does not say.
 //! * **Addresses** are the caller's word. A kernel that is given a wrong one faults, or writes where it should not.
 //!
-//! cudarc's own streams and slices can be used beside it, in the same context ([`CudaDevice::context`]). Inside a capture, cudarc's event
-//! tracking breaks it: see `CudaContext::disable_event_tracking` there.
+//! # Beside cudarc and CUDA's libraries
+//! cudarc's own streams and slices can be used beside it, in the same context ([`CudaDevice::context`]).
+//! * **Our memory in cudarc's calls**: a [`TypedView`] of a tensor ([`Tensor::typed`](crate::Tensor::typed)) goes where a `CudaSlice` goes: copies, cuBLAS,
+//!   NCCL, kernel arguments. [`CudaStream::cudarc`] is the stream as cudarc has it.
+//! * **Event tracking.** Once a context has several streams of cudarc's, cudarc waits for and records events for each `CudaSlice` that it uses. Inside a capture
+//!   that breaks it. Our views have no such events, so calls that take only views are safe there; for `CudaSlice`s, call
+//!   `CudaContext::disable_event_tracking` before the first is made, and drop none inside a capture. A `PinnedHostSlice` uses its event whatever is disabled.
+//! * **cuBLAS** allocates its workspace inside the capture unless it has one: [`set_cublas_workspace`].
+//! * **NCCL**: drop the graphs that captured collectives before the communicator.
 
 mod codes;
+mod cublas;
 mod driver;
 mod gather;
 mod graph;
@@ -29,6 +37,7 @@ mod module;
 mod nvrtc;
 mod ptx;
 mod stream;
+mod typed;
 mod unavailable;
 mod work;
 
@@ -41,6 +50,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::driver::{CudaContext, sys};
 
+pub use self::cublas::{CUBLAS_WORKSPACE, set_cublas_workspace};
 use self::driver::{Driver, SUCCESS};
 pub use self::graph::{CudaExec, CudaGraph};
 use self::inner::{Inner, Shared};
@@ -48,6 +58,7 @@ pub use self::module::CudaFunction;
 use self::module::Origin;
 pub use self::nvrtc::NVRTC_VARIABLE;
 pub use self::stream::{CudaEvent, CudaStream};
+pub use self::typed::{TypedView, TypedViewMut};
 pub use self::unavailable::{CudaUnavailable, Probe, probe};
 use super::{Call, Code, DeviceError, Result};
 use crate::sync::lock;
@@ -194,7 +205,8 @@ impl CudaDevice {
     /// As [`stream_from_cudarc`](CudaDevice::stream_from_cudarc); also for `CU_STREAM_PER_THREAD`.
     ///
     /// # Safety
-    /// `raw` is a stream, and is not destroyed before the last clone of what this returns.
+    /// `raw` is a stream, and is not destroyed before the last clone of what this returns, nor before the last of what
+    /// [`CudaStream::cudarc`] gave for it.
     pub unsafe fn stream_from_raw(&self, raw: sys::CUstream) -> Result<CudaStream> {
         self.inner.prepare_gather();
         // SAFETY: the caller's promise.

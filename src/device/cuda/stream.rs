@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::sys;
 
@@ -27,6 +27,8 @@ pub(super) struct Handle {
     pub(super) id: u32,
     /// Whether a capture was begun here through the device, and has not been ended.
     begun: AtomicBool,
+    /// The stream as cudarc has it, once somebody asked.
+    cudarc: OnceLock<Arc<cudarc::driver::CudaStream>>,
     owner: Owner,
 }
 
@@ -36,9 +38,7 @@ enum Owner {
     /// The caller, or nobody (the default stream).
     Other,
     /// cudarc, when this goes.
-    Cudarc {
-        _stream: Arc<cudarc::driver::CudaStream>,
-    },
+    Cudarc(Arc<cudarc::driver::CudaStream>),
 }
 
 impl CudaStream {
@@ -47,6 +47,23 @@ impl CudaStream {
     pub fn raw(&self) -> sys::CUstream {
         self.0.device.mix();
         self.0.raw.0
+    }
+
+    /// The stream as cudarc has it, for cudarc's own calls: the one that this was made of, or one that is made now. A stream of the
+    /// device's is destroyed with the last clone of either, but where clones of cudarc's are left, only with the context.
+    #[must_use]
+    pub fn cudarc(&self) -> &Arc<cudarc::driver::CudaStream> {
+        let Handle { device, owner, .. } = &*self.0;
+        device.mix();
+        if let Owner::Cudarc(stream) = owner {
+            return stream;
+        }
+        self.0.cudarc.get_or_init(|| match self.0.raw.0.is_null() {
+            true => device.context.default_stream(),
+            // SAFETY: the stream is of this context, and is not destroyed while a clone of this is left: see the handle's drop, and what the caller
+            // promised of a stream that is not ours.
+            false => unsafe { device.context.wrap_borrowed_stream(self.0.raw.0) },
+        })
     }
 }
 
@@ -80,6 +97,15 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.capture_ended();
+        if let Some(stream) = self.cudarc.take()
+            && Arc::into_inner(stream).is_none()
+        {
+            tracing::debug!(
+                stream = self.id,
+                "a stream is left to its context: cudarc's handle is in use"
+            );
+            return;
+        }
         // Also what cudarc destroys is destroyed in here.
         let owner = std::mem::replace(&mut self.owner, Owner::Other);
         if let Owner::Other = owner {
@@ -135,6 +161,7 @@ fn handle(device: &Arc<Inner>, raw: sys::CUstream, id: u32, owner: Owner) -> Arc
         raw: Shared(raw),
         id,
         begun: AtomicBool::new(false),
+        cudarc: OnceLock::new(),
         owner,
     })
 }
@@ -167,7 +194,7 @@ pub(super) fn from_cudarc(
 ) -> Result<CudaStream> {
     let raw = stream.cu_stream();
     // SAFETY: it lives as long as the handle, which owns a part of it.
-    unsafe { wrap(device, raw, || Owner::Cudarc { _stream: stream }) }
+    unsafe { wrap(device, raw, || Owner::Cudarc(stream)) }
 }
 
 /// A handle for a stream that the caller destroys.
