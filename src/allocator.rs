@@ -90,6 +90,11 @@ pub(crate) struct Memory<D: Device> {
 }
 
 impl<D: Device> Memory<D> {
+    #[cfg(feature = "cuda-any")]
+    pub(crate) fn device(&self) -> &D {
+        &self.shared.device
+    }
+
     pub(crate) fn in_pool(&self, pool: &PoolHandle<D>) -> bool {
         Arc::ptr_eq(&self.shared, &pool.shared) && self.pool == pool.key
     }
@@ -209,7 +214,10 @@ impl<D: Device> Shared<D> {
         };
         let first = books.pools[pool].pool.alloc(StreamId(id), bytes, tag);
         let block = match first {
-            Err(PoolError::OutOfMemory { .. }) if books.captures.is_empty() => {
+            Err(PoolError::OutOfMemory { .. })
+                if books.captures.is_empty()
+                    && matches!(self.device.capture_status(stream), Ok(CaptureStatus::None)) =>
+            {
                 self.device.synchronize_device()?;
                 books.trim()?;
                 books.pools[pool].pool.alloc(StreamId(id), bytes, tag)?

@@ -5,7 +5,8 @@
 //! chosen calls fail. Each method states what must hold before it (the caller's duty) and what
 //! holds after it (the device's).
 //!
-//! A device handle is cheap to clone and may be used from any thread.
+//! A device handle is cheap to clone and may be used from any thread. Dropping one (a stream, an event, a graph, an executable) touches no
+//! capture underway, of whatever thread and in whatever mode, and fails for nobody; only waiting does.
 
 #[cfg(feature = "cuda-any")]
 pub mod cuda;

@@ -175,6 +175,8 @@ pub enum Phase {
     Record,
     /// Launching the recorded graph.
     Replay,
+    /// Being captured into a capture of the caller's.
+    Inline,
 }
 
 impl fmt::Display for Phase {
@@ -183,6 +185,7 @@ impl fmt::Display for Phase {
             Phase::Warmup => "warmup",
             Phase::Record => "recording",
             Phase::Replay => "replay",
+            Phase::Inline => "inline run",
         })
     }
 }

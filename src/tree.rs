@@ -1,7 +1,7 @@
 //! Graph trees: functions that are warmed up, recorded and replayed over one shared pool. What a compiler backend embeds.
 //!
 //! [`GraphTrees`] is the face; the verbs are files in the folder of the same name: [`warmup`], [`record`], [`replay`], and
-//! [`mod@admit`], which decides between them. One mutex guards a tree's state. It is never held while a closure runs: the
+//! [`mod@admit`], which decides between them; and [`mod@inline`], for a stream that captures already. One mutex guards a tree's state. It is never held while a closure runs: the
 //! tree is then marked busy, a nested run is an error, and another thread's run waits.
 
 mod admit;
@@ -9,6 +9,7 @@ mod args;
 mod call;
 mod function;
 mod generation;
+mod inline;
 mod node;
 mod outputs;
 mod path;
@@ -37,6 +38,7 @@ use admit::admit;
 use call::{Call, inputs_error};
 use function::{Bound, FunctionState};
 use generation::Generations;
+use inline::Inlined;
 use node::Node;
 use path::Entry;
 use replay::Taken;
@@ -79,6 +81,8 @@ struct Inner<D: Device> {
     /// Which functions are ours.
     owner: Arc<()>,
     state: Mutex<State<D>>,
+    /// What runs inside captures of the caller's have used.
+    inlined: Mutex<Inlined<D>>,
     /// Told when the tree is not busy any more.
     idle: Condvar,
 }
@@ -134,6 +138,7 @@ impl<D: Device> GraphTrees<D> {
                 generations: Generations::new(),
                 owner: Arc::new(()),
                 state: Mutex::new(State::new()),
+                inlined: Mutex::default(),
                 idle: Condvar::new(),
             }),
         })
@@ -261,6 +266,12 @@ impl<D: Device> GraphTrees<D> {
     /// what `stream` is given next is ordered after it. `args` are the inputs that are not bound, in order of position.
     /// Returns as soon as the work is enqueued.
     ///
+    /// **On a stream that captures** the function's work becomes a part of that capture, as if the closure had been called there: nothing is warmed up,
+    /// recorded or launched, and the tree stays as it is. The caller's graph then reads each input where it lies now, at every launch, and whoever
+    /// launches it sees to it that inputs and bound tensors live; orders the capture after what wrote them; and keeps the tree (or a
+    /// [`Graph`](crate::Graph) that was captured so) as long as it is launched. All that such a run allocates, outputs included, is of a pool
+    /// of its own, and is not used again as long as the tree lives.
+    ///
     /// # Errors
     /// [`Error::Function`] where the closure fails; [`Error::Untracked`] where it keeps pool memory; [`Error::Stale`] for an input of an
     /// ended generation; [`Error::Nested`]; [`Error::StaticDied`]; the pool's and the device's. Given inputs that were not given up are left in `args`.
@@ -340,6 +351,9 @@ impl<D: Device> Inner<D> {
         let mut state = self.enter(&function.name)?;
         if state.down {
             return Err(Error::ShutDown);
+        }
+        if self.captures(stream)? {
+            return self.inline(state, function, stream, args, out, at);
         }
         let ended = self.generations.ended();
         if ended != state.seen_ended {

@@ -11,7 +11,7 @@ use crate::pool::{
     Adopt, Allocation, Checkpoint, LiveBlock, LiveCheck, PoolConfig, PoolError, PoolSnapshot,
     PoolStats, Restored, SegmentId, Tag, Unclaimed,
 };
-use crate::storage::{Source, Storage, Tensor};
+use crate::storage::{Birth, Source, Storage, Tensor};
 use crate::sync::lock;
 
 use super::{CustomBacking, Memory, PoolKey, Shared, alloc_in, with_pool};
@@ -312,6 +312,28 @@ impl<D: Device> PoolHandle<D> {
         }
         mark_restored(&self.shared.device, stream, &restored, &claimed);
         Ok((restored.adopted, claimed))
+    }
+
+    /// Makes a free range of the pool live, owned by the tensor that this gives. The device is told nothing, now or at its death.
+    pub(crate) fn claim(
+        &self,
+        stream: &D::Stream,
+        range: &Range<u64>,
+        at: &'static Location<'static>,
+    ) -> Result<Tensor<D>> {
+        let id = self.shared.next_storage();
+        let bytes = range.end - range.start;
+        let block = with_pool(&self.shared, self.key, |p| {
+            p.claim(range.start, bytes, Tag(id.0))
+        })?;
+        let birth = Birth {
+            stream: stream.clone(),
+            capture: 0,
+            at,
+        };
+        let storage = Storage::owning(id, block, bytes, self.memory(), birth, true);
+        storage.hush();
+        Ok(Tensor::first(storage))
     }
 
     /// Gives back what a storage owned before it adopted another block: an orphan by now, so a no-op.

@@ -16,10 +16,18 @@
 //!   each later one gives it again, but for `unmap`, `release`, `end_capture` and the drops. Which kernel it was, the driver does not say.
 //! * **Addresses** are the caller's word. A kernel that is given a wrong one faults, or writes where it should not.
 //!
-//! cudarc's own streams and slices can be used beside it, in the same context ([`CudaDevice::context`]). Inside a capture, cudarc's event
-//! tracking breaks it: see `CudaContext::disable_event_tracking` there.
+//! # Beside cudarc and CUDA's libraries
+//! cudarc's own streams and slices can be used beside it, in the same context ([`CudaDevice::context`]).
+//! * **Our memory in cudarc's calls**: a [`TypedView`] of a tensor ([`Tensor::typed`](crate::Tensor::typed)) goes where a `CudaSlice` goes: copies, cuBLAS,
+//!   NCCL, kernel arguments. [`CudaStream::cudarc`] is the stream as cudarc has it.
+//! * **Event tracking.** Once a context has several streams of cudarc's, cudarc waits for and records events for each `CudaSlice` that it uses. Inside a capture
+//!   that breaks it. Our views have no such events, so calls that take only views are safe there; for `CudaSlice`s, call
+//!   `CudaContext::disable_event_tracking` before the first is made, and drop none inside a capture. A `PinnedHostSlice` uses its event whatever is disabled.
+//! * **cuBLAS** allocates its workspace inside the capture unless it has one: [`set_cublas_workspace`].
+//! * **NCCL**: drop the graphs that captured collectives before the communicator.
 
 mod codes;
+mod cublas;
 mod driver;
 mod gather;
 mod graph;
@@ -27,7 +35,9 @@ mod inner;
 mod memory;
 mod module;
 mod nvrtc;
+mod ptx;
 mod stream;
+mod typed;
 mod unavailable;
 mod work;
 
@@ -35,11 +45,12 @@ use std::ffi::{CStr, c_char};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::driver::{CudaContext, sys};
 
+pub use self::cublas::{CUBLAS_WORKSPACE, set_cublas_workspace};
 use self::driver::{Driver, SUCCESS};
 pub use self::graph::{CudaExec, CudaGraph};
 use self::inner::{Inner, Shared};
@@ -47,6 +58,7 @@ pub use self::module::CudaFunction;
 use self::module::Origin;
 pub use self::nvrtc::NVRTC_VARIABLE;
 pub use self::stream::{CudaEvent, CudaStream};
+pub use self::typed::{TypedView, TypedViewMut};
 pub use self::unavailable::{CudaUnavailable, Probe, probe};
 use super::{Call, Code, DeviceError, Result};
 use crate::sync::lock;
@@ -138,6 +150,8 @@ impl CudaDevice {
                 wrapped: Mutex::default(),
                 gather: OnceLock::new(),
                 gathered: Mutex::default(),
+                captures: AtomicUsize::new(0),
+                mixed: AtomicBool::new(false),
                 lost: OnceLock::new(),
                 context: ManuallyDrop::new(context),
             }),
@@ -191,7 +205,8 @@ impl CudaDevice {
     /// As [`stream_from_cudarc`](CudaDevice::stream_from_cudarc); also for `CU_STREAM_PER_THREAD`.
     ///
     /// # Safety
-    /// `raw` is a stream, and is not destroyed before the last clone of what this returns.
+    /// `raw` is a stream, and is not destroyed before the last clone of what this returns, nor before the last of what
+    /// [`CudaStream::cudarc`] gave for it.
     pub unsafe fn stream_from_raw(&self, raw: sys::CUstream) -> Result<CudaStream> {
         self.inner.prepare_gather();
         // SAFETY: the caller's promise.

@@ -11,7 +11,7 @@ use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
 use super::recorder::Recorder;
 use super::{Inner, State};
-use crate::allocator::Born;
+use crate::allocator::{Born, PoolHandle};
 use crate::device::{Device, DeviceError, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
 use crate::pool::Allocation;
@@ -78,14 +78,7 @@ impl<D: Device> Inner<D> {
     ) -> Result<Placed<D>> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
-        let total = call.args.len() + bound.len();
-        if let Some((position, _)) = bound.iter().find(|(position, _)| *position >= total) {
-            let detail = format!(
-                "input {position} is bound, but the run passes {} inputs, so there are only {total} in all",
-                call.args.len()
-            );
-            return Err(inputs_error(call.name, detail));
-        }
+        all_bound_fit(call.name, &bound, call.args.len())?;
         let mut placed = Placed {
             specs: Vec::new(),
             gather: Vec::new(),
@@ -99,12 +92,7 @@ impl<D: Device> Inner<D> {
                     InputSpec::Value(value.clone()),
                     Some(Slot::Value(value.clone())),
                 ),
-                Arg::Taken => {
-                    return Err(inputs_error(
-                        call.name,
-                        format!("input {index} was taken by an earlier run"),
-                    ));
-                }
+                Arg::Taken => return Err(taken(call.name, index)),
                 Arg::Lend(tensor) => {
                     self.place_tensor(state, function, index, tensor, false, &mut placed, born)?
                 }
@@ -232,11 +220,24 @@ impl<D: Device> Inner<D> {
         phase: Phase,
         born: &Born<D>,
     ) -> Outcome<D> {
-        let route = self.allocator.route_call(&self.stream, &self.pool, born);
+        self.call_body_on(body, inputs, phase, born, &self.stream, &self.pool)
+    }
+
+    /// The same with another stream and pool.
+    pub(super) fn call_body_on(
+        &self,
+        body: &Body<D>,
+        inputs: Inputs<D>,
+        phase: Phase,
+        born: &Born<D>,
+        stream: &D::Stream,
+        pool: &PoolHandle<D>,
+    ) -> Outcome<D> {
+        let route = self.allocator.route_call(stream, pool, born);
         let mut recorder = Recorder {
             device: self.allocator.device(),
-            stream: &self.stream,
-            pool: &self.pool,
+            stream,
+            pool,
             phase,
             born,
         };
@@ -471,6 +472,29 @@ impl<D: Device> Inner<D> {
         device.record(&self.event, before)?;
         Ok(device.wait(after, &self.event)?)
     }
+}
+
+/// Refuses inputs that were bound at positions which a run with `passed` more does not have.
+pub(super) fn all_bound_fit<D: Device>(
+    function: &Arc<str>,
+    bound: &[(usize, BoundInput<D>)],
+    passed: usize,
+) -> Result<()> {
+    let total = passed + bound.len();
+    let Some((position, _)) = bound.iter().find(|(position, _)| *position >= total) else {
+        return Ok(());
+    };
+    let detail = format!(
+        "input {position} is bound, but the run passes {passed} inputs, so there are only {total} in all"
+    );
+    Err(inputs_error(function, detail))
+}
+
+pub(super) fn taken(function: &Arc<str>, index: usize) -> Error {
+    inputs_error(
+        function,
+        format!("input {index} was taken by an earlier run"),
+    )
 }
 
 pub(super) fn inputs_error(function: &Arc<str>, detail: String) -> Error {

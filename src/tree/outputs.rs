@@ -35,7 +35,7 @@ impl<D: Device> Outputs<D> {
         self.phase
     }
 
-    /// The node that was recorded or replayed; `None` after a warmup.
+    /// The node that was recorded or replayed; `None` after a warmup, and inside a capture of the caller's.
     #[must_use]
     pub fn node(&self) -> Option<NodeId> {
         self.node

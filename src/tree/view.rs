@@ -23,6 +23,8 @@ pub struct Counts {
     pub restores: u64,
     /// Captures that failed for their own reasons, and were answered eagerly.
     pub failed_captures: u64,
+    /// Runs inside a capture of the caller's.
+    pub inlined: u64,
 }
 
 /// A tree at one moment.

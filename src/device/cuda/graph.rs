@@ -79,7 +79,7 @@ impl fmt::Debug for CudaExec {
 impl Drop for Template {
     fn drop(&mut self) {
         let raw = lock(&self.raw).0;
-        if let Ok(_current) = self.device.current(Call::Driver("cuGraphDestroy")) {
+        if let Some(_ending) = self.device.ending("cuGraphDestroy") {
             // SAFETY: the graph came from a sound capture and has no other owner; executables are independent of it, and those
             // that name its nodes keep it.
             unsafe { (self.device.driver.cuGraphDestroy)(raw) };
@@ -90,7 +90,7 @@ impl Drop for Template {
 impl Drop for CudaExec {
     fn drop(&mut self) {
         let raw = lock(&self.state).raw.0;
-        if let Ok(_current) = self.device.current(Call::Driver("cuGraphExecDestroy")) {
+        if let Some(_ending) = self.device.ending("cuGraphExecDestroy") {
             // SAFETY: the executable has no other owner. The driver lets a launch in flight run to its end.
             unsafe { (self.device.driver.cuGraphExecDestroy)(raw) };
         }
@@ -107,6 +107,7 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
     let mut raw = ptr::null_mut();
     // SAFETY: the handle keeps the stream alive; the pointer is to a live local.
     let code = unsafe { (device.driver.cuStreamEndCapture)(stream.raw.0, &raw mut raw) };
+    device.note_end(stream);
     // What the driver may have written there on an error is no graph, and must not be destroyed.
     device.check(call, code, || {
         format!("the capture on stream {}", stream.id)

@@ -2,7 +2,7 @@
 
 use std::mem::ManuallyDrop;
 use std::ptr;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use cudarc::driver::{CudaContext, sys};
@@ -46,6 +46,10 @@ pub(super) struct Inner {
     pub(super) gather: OnceLock<GatherKernels>,
     /// The captures underway that have their gather, by the driver's number.
     pub(super) gathered: Mutex<Vec<u64>>,
+    /// Captures that were begun through this device, and have not been ended through it.
+    pub(super) captures: AtomicUsize,
+    /// Whether others may have a stream or an event of this device in hand, or it one of theirs: then captures may be underway that it does not know of.
+    pub(super) mixed: AtomicBool,
     /// How the context was lost.
     pub(super) lost: OnceLock<(Call, Code)>,
 }
@@ -78,6 +82,14 @@ impl Drop for Relaxed<'_> {
     }
 }
 
+/// While it lives, this thread may destroy what is the device's: its context is current, and no capture minds, whoever began it
+/// and in which mode. Destroying an executable is one of the calls that break a capture otherwise.
+pub(super) struct Ending<'a> {
+    // Given back in this order.
+    _relaxed: Option<Relaxed<'a>>,
+    _current: Current<'a>,
+}
+
 impl Inner {
     /// Begins a call: refused if the context is lost.
     pub(super) fn enter(&self, call: Call) -> Result<Current<'_>> {
@@ -108,6 +120,16 @@ impl Inner {
         })
     }
 
+    /// Whether, as far as this device can know, no stream of its own captures.
+    pub(super) fn nothing_captures(&self) -> bool {
+        self.captures.load(Ordering::Acquire) == 0 && !self.mixed.load(Ordering::Acquire)
+    }
+
+    /// Notes that a handle of the driver's goes out, or came in.
+    pub(super) fn mix(&self) {
+        self.mixed.store(true, Ordering::Release);
+    }
+
     /// Exchanges this thread's capture mode for the relaxed one.
     pub(super) fn relax(&self, call: Call) -> Result<Relaxed<'_>> {
         let mut mode: u32 = 2; // CU_STREAM_CAPTURE_MODE_RELAXED
@@ -118,6 +140,22 @@ impl Inner {
         Ok(Relaxed {
             driver: self.driver,
             before: mode,
+        })
+    }
+
+    /// Begins a call that destroys something, from a drop: also on a lost context. `None` where the context cannot be made current, and so nothing
+    /// can be destroyed in it.
+    pub(super) fn ending(&self, what: &'static str) -> Option<Ending<'_>> {
+        let call = Call::Driver(what);
+        let current = self.current(call).ok()?;
+        let relaxed = match self.lost.get() {
+            None => self.relax(call).ok(),
+            // Nothing captures in a lost context.
+            Some(_) => None,
+        };
+        Some(Ending {
+            _relaxed: relaxed,
+            _current: current,
         })
     }
 
@@ -173,7 +211,7 @@ impl Inner {
 impl Drop for Inner {
     /// The last handle is gone: memory and kernels are given back, then the context.
     fn drop(&mut self) {
-        if let Ok(_current) = self.current(Call::Driver("drop")) {
+        if let Some(_ending) = self.ending("drop") {
             self.give_back_memory();
             self.unload_modules();
         }

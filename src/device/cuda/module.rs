@@ -11,7 +11,8 @@ use smallvec::SmallVec;
 
 use super::driver::SUCCESS;
 use super::inner::{Inner, Shared};
-use super::nvrtc;
+use super::nvrtc::{self, Compiled};
+use super::ptx;
 use super::stream::Handle;
 use crate::device::{Call, Code, DeviceError, Kernel, KernelArg, LaunchConfig, Result};
 use crate::sync::lock;
@@ -35,6 +36,8 @@ pub(super) struct Modules(HashMap<Origin, Module>);
 struct Module {
     raw: Shared<sys::CUmodule>,
     functions: HashMap<Box<str>, Arc<Function>>,
+    /// How many parameters its kernels have; empty for machine code that came from elsewhere.
+    parameters: HashMap<Box<str>, usize>,
 }
 
 /// A kernel in a module.
@@ -127,10 +130,7 @@ impl Inner {
         let _current = self.enter(Call::Load)?;
         let mut modules = lock(&self.modules);
         if !modules.0.contains_key(origin) {
-            let module = Module {
-                raw: Shared(self.load_module(origin, name)?),
-                functions: HashMap::new(),
-            };
+            let module = self.load_module(origin, name)?;
             modules.0.insert(origin.clone(), module);
         }
         let module = modules.0.get_mut(origin).ok_or_else(|| {
@@ -139,19 +139,27 @@ impl Inner {
         if let Some(function) = module.functions.get(name) {
             return Ok(function.clone());
         }
-        let function = Arc::new(self.find_function(module.raw.0, name)?);
+        let function = Arc::new(self.find_function(module, name)?);
         module.functions.insert(name.into(), function.clone());
         Ok(function)
     }
 
-    fn load_module(&self, origin: &Origin, name: &str) -> Result<sys::CUmodule> {
-        let mut image = match origin {
+    fn load_module(&self, origin: &Origin, name: &str) -> Result<Module> {
+        let Compiled { mut image, ptx } = match origin {
             Origin::Source(source) => {
                 let driver = self.driver.version().cast_unsigned() / 1000;
                 nvrtc::compile(source, name, self.arch, driver)?
             }
-            Origin::Image(image) => image.to_vec(),
+            Origin::Image(image) => Compiled {
+                image: image.to_vec(),
+                ptx: std::str::from_utf8(image).is_ok().then(|| image.to_vec()),
+            },
         };
+        let parameters = ptx
+            .as_deref()
+            .and_then(|ptx| std::str::from_utf8(ptx).ok())
+            .map(ptx::parameters)
+            .unwrap_or_default();
         // PTX is text, and ends with a zero; machine code says itself how long it is.
         image.push(0);
         let mut log = vec![0_u8; LOG];
@@ -180,10 +188,14 @@ impl Inner {
                 String::from_utf8_lossy(said).trim()
             )
         })?;
-        Ok(raw)
+        Ok(Module {
+            raw: Shared(raw),
+            functions: HashMap::new(),
+            parameters,
+        })
     }
 
-    fn find_function(&self, module: sys::CUmodule, name: &str) -> Result<Function> {
+    fn find_function(&self, module: &Module, name: &str) -> Result<Function> {
         let call = Call::Load;
         let asked = || format!("the kernel {name} in its module; is it extern \"C\"?");
         let Ok(c_name) = CString::new(name) else {
@@ -192,19 +204,23 @@ impl Inner {
         let mut raw = ptr::null_mut();
         let text: *const c_char = c_name.as_ptr();
         // SAFETY: the module is loaded; the name is a C string that lives until the end of this function's call.
-        let code = unsafe { (self.driver.cuModuleGetFunction)(&raw mut raw, module, text) };
+        let code = unsafe { (self.driver.cuModuleGetFunction)(&raw mut raw, module.raw.0, text) };
         self.check(call, code, asked)?;
         Ok(Function {
             raw: Shared(raw),
             name: name.into(),
-            params: self.param_sizes(raw)?,
+            params: self.param_sizes(raw, module.parameters.get(name).copied())?,
         })
     }
 
-    /// The sizes of a kernel's parameters, asked for one by one until there is none.
-    fn param_sizes(&self, function: sys::CUfunction) -> Result<SmallVec<[u32; 12]>> {
+    /// The sizes of a kernel's parameters, asked for one by one: as many as there are, or until the driver says that there is none, by failing.
+    fn param_sizes(
+        &self,
+        function: sys::CUfunction,
+        count: Option<usize>,
+    ) -> Result<SmallVec<[u32; 12]>> {
         let mut sizes = SmallVec::new();
-        loop {
+        while count.is_none_or(|count| sizes.len() < count) {
             let (mut offset, mut bytes) = (0, 0);
             // SAFETY: the function is loaded; the pointers are to live locals.
             let code = unsafe {
@@ -217,12 +233,11 @@ impl Inner {
             };
             match code {
                 SUCCESS => sizes.push(u32::try_from(bytes).unwrap_or(u32::MAX)),
-                1 => return Ok(sizes), // INVALID_VALUE: no such parameter
-                code => {
-                    self.check(Call::Load, code, || "a kernel's parameters".into())?;
-                }
+                1 => break, // INVALID_VALUE: no such parameter
+                code => self.check(Call::Load, code, || "a kernel's parameters".into())?,
             }
         }
+        Ok(sizes)
     }
 
     /// Launches a kernel with arguments that are its own. The context is current.

@@ -75,9 +75,17 @@ impl Drop for Program<'_> {
     }
 }
 
+/// What the compiler makes of a source.
+pub(super) struct Compiled {
+    /// Machine code, or PTX.
+    pub(super) image: Vec<u8>,
+    /// PTX in any case: it says what parameters its kernels have.
+    pub(super) ptx: Option<Vec<u8>>,
+}
+
 /// Compiles CUDA C for a device of compute capability `arch`: to machine code if the compiler knows that kind, else to PTX for
 /// the newest older one. Arithmetic is as written: no product and sum is fused.
-pub(super) fn compile(source: &str, name: &str, arch: (u32, u32), driver: u32) -> Result<Vec<u8>> {
+pub(super) fn compile(source: &str, name: &str, arch: (u32, u32), driver: u32) -> Result<Compiled> {
     let nvrtc = Nvrtc::get(driver)?;
     let device = arch.0 * 10 + arch.1;
     let known = nvrtc.archs();
@@ -101,10 +109,13 @@ pub(super) fn compile(source: &str, name: &str, arch: (u32, u32), driver: u32) -
         (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
     };
     // SAFETY: both are this library's functions for one and the same form of output.
-    unsafe { program.output(size, get) }.ok_or_else(|| {
+    let image = unsafe { program.output(size, get) }.ok_or_else(|| {
         let detail = format!("{name}: NVRTC compiled it, and gives no code for {target}");
         DeviceError::new(Call::Load, Code::NotSupported, detail)
-    })
+    })?;
+    // SAFETY: as above.
+    let ptx = unsafe { program.output(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) };
+    Ok(Compiled { image, ptx })
 }
 
 impl Nvrtc {
@@ -332,8 +343,17 @@ mod tests {
     #[test]
     fn every_kernel_compiles() {
         let gather = include_str!("gather.cu");
+        let params = |compiled: &Compiled| {
+            let ptx = std::str::from_utf8(compiled.ptx.as_deref().unwrap()).unwrap();
+            super::super::ptx::parameters(ptx)
+        };
         match compile(gather, "gather", (9, 0), 13) {
-            Ok(code) => assert_eq!(&code[..4], b"\x7fELF"),
+            Ok(compiled) => {
+                assert_eq!(&compiled.image[..4], b"\x7fELF");
+                let params = params(&compiled);
+                assert_eq!(params.len(), 4, "{params:?}");
+                assert!(params.values().all(|count| *count == 1), "{params:?}");
+            }
             Err(error) if error.code == Code::NotFound => {
                 assert!(error.detail.contains("libnvrtc"), "{error}");
                 eprintln!("skipped: {error}");
@@ -341,21 +361,23 @@ mod tests {
             }
             Err(error) => panic!("{error}"),
         }
-        for kernel in [
-            kernels::fill(),
-            kernels::scale_add(),
-            kernels::add(),
-            kernels::mul(),
-            kernels::copy(),
-            kernels::increment(),
-            kernels::sum(),
+        for (kernel, count) in [
+            (kernels::fill(), 3),
+            (kernels::scale_add(), 5),
+            (kernels::add(), 4),
+            (kernels::mul(), 4),
+            (kernels::copy(), 3),
+            (kernels::increment(), 3),
+            (kernels::sum(), 3),
         ] {
-            let code = compile(kernel.cuda.as_deref().unwrap(), &kernel.name, (9, 0), 13).unwrap();
-            assert_eq!(&code[..4], b"\x7fELF");
+            let name = &*kernel.name;
+            let compiled = compile(kernel.cuda.as_deref().unwrap(), name, (9, 0), 13).unwrap();
+            assert_eq!(&compiled.image[..4], b"\x7fELF");
+            assert_eq!(params(&compiled).get(name), Some(&count), "{name}");
         }
         // A device that the compiler does not know gets PTX.
         let ptx = compile(gather, "gather", (99, 9), 13).unwrap();
-        let ptx = String::from_utf8(ptx).unwrap();
+        let ptx = String::from_utf8(ptx.image).unwrap();
         assert!(ptx.contains(".entry cudagraph_trees_gather_144"), "{ptx}");
         let wrong = compile(
             "extern \"C\" __global__ void f() { x = 1; }",
@@ -363,7 +385,7 @@ mod tests {
             (9, 0),
             13,
         );
-        let wrong = wrong.unwrap_err();
+        let wrong = wrong.err().unwrap();
         assert_eq!((wrong.call, wrong.code), (Call::Load, Code::InvalidValue));
         assert!(wrong.detail.contains("identifier \"x\""), "{wrong}");
     }

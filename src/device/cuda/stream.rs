@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::sys;
 
@@ -25,6 +25,10 @@ pub(super) struct Handle {
     pub(super) device: Arc<Inner>,
     pub(super) raw: Shared<sys::CUstream>,
     pub(super) id: u32,
+    /// Whether a capture was begun here through the device, and has not been ended.
+    begun: AtomicBool,
+    /// The stream as cudarc has it, once somebody asked.
+    cudarc: OnceLock<Arc<cudarc::driver::CudaStream>>,
     owner: Owner,
 }
 
@@ -34,16 +38,32 @@ enum Owner {
     /// The caller, or nobody (the default stream).
     Other,
     /// cudarc, when this goes.
-    Cudarc {
-        _stream: Arc<cudarc::driver::CudaStream>,
-    },
+    Cudarc(Arc<cudarc::driver::CudaStream>),
 }
 
 impl CudaStream {
     /// The driver's handle, to give to libraries (cuBLAS and others). Good as long as a clone of this stream lives.
     #[must_use]
     pub fn raw(&self) -> sys::CUstream {
+        self.0.device.mix();
         self.0.raw.0
+    }
+
+    /// The stream as cudarc has it, for cudarc's own calls: the one that this was made of, or one that is made now. A stream of the
+    /// device's is destroyed with the last clone of either, but where clones of cudarc's are left, only with the context.
+    #[must_use]
+    pub fn cudarc(&self) -> &Arc<cudarc::driver::CudaStream> {
+        let Handle { device, owner, .. } = &*self.0;
+        device.mix();
+        if let Owner::Cudarc(stream) = owner {
+            return stream;
+        }
+        self.0.cudarc.get_or_init(|| match self.0.raw.0.is_null() {
+            true => device.context.default_stream(),
+            // SAFETY: the stream is of this context, and is not destroyed while a clone of this is left: see the handle's drop, and what the caller
+            // promised of a stream that is not ours.
+            false => unsafe { device.context.wrap_borrowed_stream(self.0.raw.0) },
+        })
     }
 }
 
@@ -59,14 +79,44 @@ impl fmt::Debug for CudaStream {
     }
 }
 
+impl Handle {
+    /// Notes that a capture begins here; [`capture_ended`](Handle::capture_ended) takes it back.
+    pub(super) fn capture_begins(&self) {
+        if !self.begun.swap(true, Ordering::AcqRel) {
+            self.device.captures.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+
+    pub(super) fn capture_ended(&self) {
+        if self.begun.swap(false, Ordering::AcqRel) {
+            self.device.captures.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
-        if let Owner::Device = self.owner
-            && let Ok(_current) = self.device.current(Call::Driver("cuStreamDestroy"))
+        self.capture_ended();
+        if let Some(stream) = self.cudarc.take()
+            && Arc::into_inner(stream).is_none()
         {
+            tracing::debug!(
+                stream = self.id,
+                "a stream is left to its context: cudarc's handle is in use"
+            );
+            return;
+        }
+        // Also what cudarc destroys is destroyed in here.
+        let owner = std::mem::replace(&mut self.owner, Owner::Other);
+        if let Owner::Other = owner {
+            return;
+        }
+        let ending = self.device.ending("cuStreamDestroy");
+        if let (Owner::Device, Some(_)) = (&owner, &ending) {
             // SAFETY: the device made it, and this was its last handle. The driver lets what is enqueued run.
             unsafe { (self.device.driver.cuStreamDestroy_v2)(self.raw.0) };
         }
+        drop(owner);
     }
 }
 
@@ -80,6 +130,7 @@ impl CudaEvent {
     /// The driver's handle. Good as long as this event lives.
     #[must_use]
     pub fn raw(&self) -> sys::CUevent {
+        self.device.mix();
         self.raw.0
     }
 }
@@ -92,7 +143,7 @@ impl fmt::Debug for CudaEvent {
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        if let Ok(_current) = self.device.current(Call::Driver("cuEventDestroy")) {
+        if let Some(_ending) = self.device.ending("cuEventDestroy") {
             // SAFETY: the device made it, and nobody else has it. What waits for it goes on waiting.
             unsafe { (self.device.driver.cuEventDestroy_v2)(self.raw.0) };
         }
@@ -109,6 +160,8 @@ fn handle(device: &Arc<Inner>, raw: sys::CUstream, id: u32, owner: Owner) -> Arc
         device: device.clone(),
         raw: Shared(raw),
         id,
+        begun: AtomicBool::new(false),
+        cudarc: OnceLock::new(),
         owner,
     })
 }
@@ -141,7 +194,7 @@ pub(super) fn from_cudarc(
 ) -> Result<CudaStream> {
     let raw = stream.cu_stream();
     // SAFETY: it lives as long as the handle, which owns a part of it.
-    unsafe { wrap(device, raw, || Owner::Cudarc { _stream: stream }) }
+    unsafe { wrap(device, raw, || Owner::Cudarc(stream)) }
 }
 
 /// A handle for a stream that the caller destroys.
@@ -161,6 +214,7 @@ unsafe fn wrap(
     owner: impl FnOnce() -> Owner,
 ) -> Result<CudaStream> {
     let call = Call::Driver("cuStreamGetCtx");
+    device.mix();
     let _current = device.enter(call)?;
     let refuse = |why: &str| DeviceError::new(call, Code::InvalidValue, why);
     match raw.addr() {
@@ -225,6 +279,13 @@ impl Inner {
             1 => CaptureStatus::Active,
             _ => CaptureStatus::Invalidated,
         })
+    }
+
+    /// Takes note if the stream does not capture any more. The context is current.
+    pub(super) fn note_end(&self, stream: &Handle) {
+        if let Ok(CaptureStatus::None) = self.status(Call::CaptureStatus, stream) {
+            stream.capture_ended();
+        }
     }
 
     /// The driver's number for the capture that a stream takes part in, if it is sound.

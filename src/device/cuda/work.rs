@@ -328,15 +328,26 @@ impl Device for CudaDevice {
             }
             CaptureMode::Relaxed => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
         };
+        // Known before it begins, so that nobody takes the stream for one that does not capture.
+        stream.capture_begins();
         // SAFETY: the handle keeps the stream alive.
         let code = unsafe { (self.inner.driver.cuStreamBeginCapture_v2)(stream.raw.0, mode) };
-        self.inner
-            .check(call, code, || format!("a capture on stream {}", stream.id))
+        let begun = self
+            .inner
+            .check(call, code, || format!("a capture on stream {}", stream.id));
+        if begun.is_err() {
+            self.inner.note_end(stream);
+        }
+        begun
     }
 
+    /// Costs no call of the driver as long as every capture is begun and ended through this device, and no stream or event is shared with others.
     fn capture_status(&self, stream: &CudaStream) -> Result<CaptureStatus> {
         let call = Call::CaptureStatus;
         self.check_ours(call, "stream", &stream.0.device)?;
+        if stream.0.id != 0 && self.inner.nothing_captures() {
+            return Ok(CaptureStatus::None);
+        }
         let _current = self.inner.current(call)?;
         self.inner.status(call, &stream.0)
     }
