@@ -286,11 +286,12 @@ impl<D: Device> Storage<D> {
         match self.word.release(stamp) {
             Release::Other => {}
             Release::Last { owning, watched } => {
-                if let Some(home) = self.home.get() {
-                    home.live.clear(home.bit);
-                }
+                // First the block and its mark, then the bit: who sees the bit clear comes after both.
                 if owning || watched {
                     self.give_back(watched);
+                }
+                if let Some(home) = self.home.get() {
+                    home.live.clear(home.bit);
                 }
                 self.word.settle_dead();
             }
@@ -360,14 +361,19 @@ impl<D: Device> Storage<D> {
 
     /// Ends what was taken: the storage is dead, and its last handles touch nothing.
     pub(crate) fn end(&self, taken: u64) {
-        if let Some(home) = self.home.get() {
-            home.live.clear(home.bit);
-        }
         let (owning, watched) = Word::flags(taken);
         if owning || watched {
             self.give_back(watched);
         }
+        if let Some(home) = self.home.get() {
+            home.live.clear(home.bit);
+        }
         self.word.end(taken);
+    }
+
+    /// Waits while another thread clears up after its last owner.
+    pub(crate) fn settled(&self) {
+        self.word.settled();
     }
 
     /// The stream that its memory is used on again once it is free.

@@ -247,8 +247,11 @@ impl<D: Device> GraphTrees<D> {
             .chain([&self.inner.stream])
             .try_for_each(|stream| device.synchronize(stream));
         let counts = state.counts;
-        *state = State::new();
+        let old = std::mem::replace(&mut *state, State::new());
         (state.down, state.counts) = (true, counts);
+        // Closures and values are the caller's: what their drop does is not done under our lock.
+        drop(state);
+        drop(old);
         ended.and(waited.map_err(Error::from))
     }
 
@@ -496,7 +499,7 @@ impl<D: Device> State<D> {
         args: &[Arg<'_, D>],
     ) -> Option<NodeKey> {
         let fits = |key: &NodeKey| {
-            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_carried(*key)
+            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key)
         };
         match self.path.last() {
             None => self.functions[function].variants[variant]
@@ -552,12 +555,11 @@ impl<D: Device> State<D> {
         }
     }
 
-    fn overwrites_carried(&self, key: NodeKey) -> bool {
+    /// Whether a child of the tip would write over something that is held and that its masks do not speak of.
+    fn overwrites_others(&self, key: NodeKey) -> bool {
         let node = &self.nodes[key];
-        self.carried
-            .iter()
-            .flat_map(|entry| self.held(entry))
-            .any(|held| node.overwrites(held))
+        let over = |entry: &Entry<D>| self.held(entry).any(|held| node.overwrites(held));
+        self.carried.iter().any(over) || (node.apart && self.path.iter().any(over))
     }
 }
 

@@ -24,6 +24,8 @@ suite!(
     events_and_streams_of_the_capture_itself,
 );
 
+type Drops = Box<dyn FnOnce() + Send>;
+
 /// One of everything that is destroyed by dropping it, used before.
 struct Things<D: Device> {
     exec: D::Exec,
@@ -70,7 +72,7 @@ impl<D: Device> Things<D> {
     }
 
     /// The drops, one by one, each with its name.
-    fn into_drops(self) -> Vec<(&'static str, Box<dyn FnOnce() + Send>)> {
+    fn into_drops(self) -> Vec<(&'static str, Drops)> {
         let Things {
             exec,
             gathering,

@@ -69,9 +69,10 @@ fn views_are_slices() {
     read::<f32, TypedView<'_, f32>>();
     write::<f32, TypedViewMut<'_, f32>>();
     write::<[u16; 4], TypedViewMut<'_, [u16; 4]>>();
-    let _: fn(&Arc<CudaStream>, &TypedView<'_, f32>) -> Result<Vec<f32>, DriverError> =
-        |stream, view| stream.clone_dtoh(view);
-    let _ = scale;
+    fn fetch(stream: &Arc<CudaStream>, view: &TypedView<'_, f32>) -> Result<Vec<f32>, DriverError> {
+        stream.clone_dtoh(view)
+    }
+    let _ = (fetch, scale);
 }
 
 fn ints(rig: &Rig<CudaDevice>, bytes: &[u8]) -> Tensor<CudaDevice> {

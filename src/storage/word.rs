@@ -114,7 +114,7 @@ impl Word {
     }
 
     /// Waits while another thread is clearing up. That thread takes no lock that a caller of this may hold.
-    fn settled(&self) -> u64 {
+    pub(super) fn settled(&self) -> u64 {
         let mut spins = 0u32;
         loop {
             let w = self.0.load(Ordering::Acquire);

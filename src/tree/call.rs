@@ -432,29 +432,11 @@ impl<D: Device> Inner<D> {
     }
 
     /// Orders the call's stream after every other stream that runs of the path were called on: their outputs may be in use there still.
-    pub(super) fn order(&self, state: &mut State<D>, stream: &D::Stream) -> Result<()> {
-        let mut known = false;
-        for used in &state.streams {
-            if used == stream {
-                known = true;
-            } else {
-                self.follow(used, stream)?;
-            }
-        }
-        let unused = state.path.is_empty() && state.carried.is_empty();
-        if unused && state.streams.len() > usize::from(known) {
-            // Nothing of the tree is in use elsewhere any more that this stream has not waited for.
-            state.streams.clear();
-            known = false;
-        }
-        if !known {
-            state.streams.push(stream.clone());
-        }
-        if state.streams.len() > 1 {
-            // In use on several streams: its death has no place in the order of one. Later runs wait for all of them.
-            state.all_held().for_each(|storage| storage.hush());
-        }
-        Ok(())
+    pub(super) fn order(&self, state: &State<D>, stream: &D::Stream) -> Result<()> {
+        let others = state.streams.iter().filter(|used| *used != stream);
+        others
+            .into_iter()
+            .try_for_each(|used| self.follow(used, stream))
     }
 
     /// Makes the caller's stream wait for what the tree's was given. Where no event does, the host waits: work that was enqueued must not
@@ -505,6 +487,21 @@ pub(super) fn inputs_error(function: &Arc<str>, detail: String) -> Error {
 }
 
 impl<D: Device> State<D> {
+    /// Notes that the device has taken work for a run on this stream, which was ordered after the others. Before the run joins the path.
+    pub(super) fn use_stream(&mut self, stream: &D::Stream) {
+        if self.path.is_empty() && self.carried.is_empty() {
+            // Nothing of the tree is in use elsewhere any more that this stream has not waited for.
+            self.streams.retain(|used| used == stream);
+        }
+        if !self.streams.contains(stream) {
+            self.streams.push(stream.clone());
+        }
+        if self.streams.len() > 1 {
+            // In use on several streams: its death has no place in the order of one. Later runs wait for all of them.
+            self.all_held().for_each(|storage| storage.hush());
+        }
+    }
+
     /// Whether a storage is an output of a run on the path.
     pub(super) fn on_path(&self, storage: &Storage<D>) -> bool {
         storage.home().is_some_and(|home| {

@@ -24,6 +24,8 @@ pub(super) struct Node<D: Device> {
     pub(super) id: NodeId,
     pub(super) variant: VariantKey,
     pub(super) parent: Option<NodeKey>,
+    /// It was recorded on a path that did not begin at a root: `must_be_dead` does not speak of all its ancestors.
+    pub(super) apart: bool,
     /// In order of creation.
     pub(super) children: SmallVec<[(VariantKey, NodeKey); 2]>,
     /// One for each passed input.

@@ -85,10 +85,19 @@ impl<D: Device> State<D> {
                 .filter(|s| Arc::ptr_eq(s, storage))
                 .count() as u64
         };
-        self.all_held()
-            .filter(|storage| storage.owners() > given(storage))
-            .filter_map(Tensor::hold)
-            .collect()
+        let mut handles = Vec::new();
+        for storage in self.all_held() {
+            let owners = storage.owners();
+            if owners > 0 && owners <= given(storage) {
+                continue;
+            }
+            match Tensor::hold(storage) {
+                Some(handle) => handles.push(handle),
+                // Its last handle is being dropped right now. Until that is done, its block, its mark and its bit do not agree.
+                None => storage.settled(),
+            }
+        }
+        handles
     }
 
     /// The node at the path's end, unless the path is empty or ends in a warmup.
@@ -96,6 +105,14 @@ impl<D: Device> State<D> {
         match self.path.last()?.run {
             Run::Node { node, .. } => Some(node),
             Run::Warm(_) => None,
+        }
+    }
+
+    /// Whether the path begins at a root, so that its nodes are all ancestors of the tip.
+    pub(super) fn path_is_rooted(&self) -> bool {
+        match self.path.first().map(|entry| &entry.run) {
+            Some(Run::Node { node, .. }) => self.nodes[*node].parent.is_none(),
+            Some(Run::Warm(_)) | None => true,
         }
     }
 
@@ -232,7 +249,7 @@ impl<D: Device> Inner<D> {
             .collect();
         let claim: Vec<_> = state
             .all_held()
-            .filter(|s| !saved.iter().any(|(other, _)| Arc::ptr_eq(s, other)))
+            .filter(|s| s.owners() > 0 && !saved.iter().any(|(other, _)| Arc::ptr_eq(s, other)))
             .cloned()
             .collect();
         let ranges: Vec<_> = claim

@@ -54,9 +54,10 @@ impl<D: Device> Inner<D> {
     ) -> Result<()> {
         let span = debug_span!("record", function = %call.name);
         let entered = span.enter();
-        self.order(&mut state, call.stream)?;
-        self.catch_up(&mut state, call.stream)?;
+        // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let held = state.hold(call.args);
+        self.order(&state, call.stream)?;
+        self.catch_up(&mut state, call.stream)?;
         // The closure may see the last handle go: the graph reads them when it is launched.
         let _bound = state.functions[call.function].bound_inputs()?;
         let before: Vec<SmallVec<[u64; 2]>> =
@@ -64,6 +65,7 @@ impl<D: Device> Inner<D> {
         let (mut state, recorded) = self.capture(state, &mut call);
         match recorded {
             Ok(recorded) => {
+                state.use_stream(call.stream);
                 self.commit(&mut state, &call, &before, recorded, out);
                 self.give_up(&mut call);
                 Ok(())
@@ -367,6 +369,7 @@ impl<D: Device> Inner<D> {
             id,
             variant,
             parent,
+            apart: !state.path_is_rooted(),
             children: SmallVec::new(),
             copied,
             returns_bound: sorted

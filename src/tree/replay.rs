@@ -63,7 +63,7 @@ impl<D: Device> Inner<D> {
         out: &mut Outputs<D>,
     ) -> Result<()> {
         let launched = self
-            .order(&mut state, call.stream)
+            .order(&state, call.stream)
             .and_then(|()| self.launch(&mut state.nodes[key], &call));
         let state = &mut *state;
         let node = &mut state.nodes[key];
@@ -72,6 +72,8 @@ impl<D: Device> Inner<D> {
             return Err(error);
         }
         trace!(node = node.id.0, "replay");
+        state.use_stream(call.stream);
+        let node = &mut state.nodes[key];
 
         for (consumed, word) in node.consumed.iter().zip(taken) {
             if consumed.given(call.args) > 0 {
@@ -111,6 +113,10 @@ impl<D: Device> Inner<D> {
             };
             out.push(tensor);
         }
+        // Its last run may still be listed, if that died only now: this one takes its place.
+        state
+            .carried
+            .retain(|e| !matches!(e.run, Run::Node { node, .. } if node == key));
         state.path.push(Entry {
             generation: call.generation,
             run: Run::Node {

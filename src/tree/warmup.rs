@@ -27,9 +27,12 @@ impl<D: Device> Inner<D> {
         let _entered = span.enter();
         // The closure may see the last handle go: what it enqueued reads them until it has been joined.
         let _bound = state.functions[call.function].bound_inputs()?;
-        self.order(&mut state, call.stream)?;
+        // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
+        let _held = state.hold(call.args);
+        self.order(&state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
+        state.use_stream(call.stream);
         let born = Born::new();
         let placed = self.place(&state, &call, &born).and_then(|placed| {
             self.copy_in(&placed)?;
@@ -42,7 +45,6 @@ impl<D: Device> Inner<D> {
                 return Err(error);
             }
         };
-        let _held = state.hold(call.args);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(
             &mut call,

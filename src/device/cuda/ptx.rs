@@ -49,8 +49,8 @@ fn without_comments(ptx: &str) -> String {
         rest = &rest[at..];
         let skipped = if rest.starts_with("//") {
             rest.find('\n').unwrap_or(rest.len())
-        } else if rest.starts_with("/*") {
-            rest[2..].find("*/").map_or(rest.len(), |end| end + 4)
+        } else if let Some(comment) = rest.strip_prefix("/*") {
+            comment.find("*/").map_or(rest.len(), |end| end + 4)
         } else if let Some(quoted) = rest.strip_prefix('"') {
             quoted.find('"').map_or(rest.len(), |end| end + 2)
         } else {

@@ -1,0 +1,417 @@
+//! Captures beside other threads and other streams (user reports T4-*).
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+
+use common::Rig;
+use cudagraph_trees::device::{CaptureMode, CaptureStatus, Code, Device, DeviceError};
+use cudagraph_trees::{CaptureOptions, FunctionSpec, Graph, Phase, Tensor, lend};
+
+const MODES: [CaptureMode; 3] = [
+    CaptureMode::Global,
+    CaptureMode::ThreadLocal,
+    CaptureMode::Relaxed,
+];
+
+suite!(
+    t4_02_another_thread_allocates_and_frees_across_captures,
+    t4_02_tensors_of_captures_are_freed_on_another_thread,
+    t4_04_a_watchdog_polls_events_of_before,
+    t4_05_what_waits_and_what_it_breaks,
+    t4_07_memory_of_another_stream_is_freed_inside,
+    t4_10_a_function_forks_and_allocates_there,
+    t4_12_many_streams_and_events_around_a_capture,
+);
+
+/// Tells other threads at its end, also in a panic, that they may end.
+struct Tells<'a>(&'a AtomicBool);
+
+impl Drop for Tells<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+fn t4_02_another_thread_allocates_and_frees_across_captures<D: Device>(rig: Rig<D>) {
+    const CAPTURES: u64 = 200;
+    let x = rig.floats(&[1.0; 16]);
+    let over = AtomicBool::new(false);
+    let turns = AtomicU64::new(0);
+    thread::scope(|scope| {
+        let (rig, over, turns) = (&rig, &over, &turns);
+        scope.spawn(move || {
+            let stream = rig.device.create_stream().unwrap();
+            let mut held: Vec<Tensor<D>> = Vec::new();
+            for turn in 0.. {
+                // Of all sizes, so that segments come, too. Nothing is given back to the device while something captures.
+                let bytes = 1 << (9 + turn % 14);
+                held.push(rig.allocator.alloc(&stream, bytes).unwrap());
+                if held.len() > 8 {
+                    held.swap_remove(turn as usize % 8);
+                }
+                turns.store(turn, Ordering::Relaxed);
+                if over.load(Ordering::Acquire) && turn >= 100 {
+                    break;
+                }
+            }
+        });
+        let _tells = Tells(over);
+        for index in 0..CAPTURES {
+            let mut graph = Graph::new(&rig.allocator);
+            let capture = graph.capture(&rig.stream).unwrap();
+            let y = rig.captured(&capture, &x, index as f32, 0.0);
+            drop(rig.captured(&capture, &x, 7.0, 0.0));
+            capture.end().unwrap();
+            graph.replay(&rig.stream).unwrap();
+            if index % 20 == 0 {
+                assert_eq!(rig.read(&y), [index as f32; 16]);
+            }
+        }
+    });
+    assert!(turns.load(Ordering::Relaxed) >= 100);
+    drop(x);
+    rig.device.synchronize_device().unwrap();
+    rig.finish();
+}
+
+fn t4_02_tensors_of_captures_are_freed_on_another_thread<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 16]);
+    let (send, receive) = std::sync::mpsc::channel::<Tensor<D>>();
+    thread::scope(|scope| {
+        // Whatever comes is dropped, at whatever moment that is for the captures.
+        scope.spawn(move || receive.into_iter().for_each(drop));
+        let f = rig.scale_add("f", 2.0, 1.0);
+        for index in 0..100 {
+            rig.put(&x, &[index as f32; 16]);
+            let mut graph = Graph::new(&rig.allocator);
+            let capture = graph.capture(&rig.stream).unwrap();
+            send.send(rig.captured(&capture, &x, 5.0, 0.0)).unwrap();
+            let y = rig.captured(&capture, &x, 3.0, 0.0);
+            capture.end().unwrap();
+            graph.replay(&rig.stream).unwrap();
+            assert_eq!(rig.read(&y), [3.0 * index as f32; 16]);
+            send.send(y).unwrap();
+            let step = rig.trees.step();
+            let out = rig.one(&f, &step, &x);
+            assert_eq!(rig.read(&out), [2.0 * index as f32 + 1.0; 16]);
+            send.send(out).unwrap();
+        }
+        drop(send);
+    });
+    drop(x);
+    rig.finish();
+}
+
+fn t4_04_a_watchdog_polls_events_of_before<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[1.0; 16]);
+    let d = &rig.device;
+    let events: Vec<_> = (0..4)
+        .map(|_| {
+            let event = d.create_event().unwrap();
+            d.record(&event, &rig.stream).unwrap();
+            event
+        })
+        .collect();
+    let poll = || {
+        for event in &events {
+            d.query_event(event).unwrap();
+        }
+    };
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            loop {
+                poll();
+                if over.load(Ordering::Acquire) {
+                    break;
+                }
+            }
+        });
+        let _tells = Tells(&over);
+        let f = rig.scale_add("f", 2.0, 0.0);
+        for index in 0..50 {
+            rig.put(&x, &[index as f32; 16]);
+            let mut graph = Graph::new(&rig.allocator);
+            let capture = graph.capture(&rig.stream).unwrap();
+            let y = rig.captured(&capture, &x, 3.0, 0.0);
+            // Also for certain in the midst of it.
+            thread::scope(|inside| inside.spawn(poll).join().unwrap());
+            capture.end().unwrap();
+            graph.replay(&rig.stream).unwrap();
+            assert_eq!(rig.read(&y), [3.0 * index as f32; 16]);
+            // A new key is a new recording.
+            for _ in 0..3 {
+                let step = rig.trees.step();
+                let out = rig.call(&f, &step, &[index], &mut [lend(&x)]);
+                assert_eq!(rig.read(&out[0]), [2.0 * index as f32; 16]);
+            }
+        }
+    });
+    let counts = rig.trees.counts();
+    assert_eq!((counts.recordings, counts.failed_captures), (50, 0));
+    drop((x, events));
+    rig.finish();
+}
+
+/// One way to wait or to ask, and whether it is refused, and breaks the capture, in each mode: made by the thread that captures, by another.
+struct Row<D: Device> {
+    name: &'static str,
+    call: fn(&D, &Others<D>) -> Result<(), DeviceError>,
+    here: [bool; 3],
+    elsewhere: [bool; 3],
+}
+
+/// What waits are for: the capturing stream, another one, an event of that.
+struct Others<D: Device> {
+    capturing: D::Stream,
+    other: D::Stream,
+    outside: D::Event,
+}
+
+/// Columns: global, thread-local, relaxed. As the driver answers (a row of the device's, not of the thread's, is that of the whole device). A second device
+/// is out of reach of this suite: the rows are of one device and its context.
+fn rows<D: Device>() -> Vec<Row<D>> {
+    let row = |name, call, here: [u8; 3], elsewhere: [u8; 3]| Row {
+        name,
+        call,
+        here: here.map(|refused| refused == 1),
+        elsewhere: elsewhere.map(|refused| refused == 1),
+    };
+    vec![
+        row(
+            "synchronize the device",
+            |d: &D, _: &Others<D>| d.synchronize_device(),
+            [1, 1, 1],
+            [1, 1, 1],
+        ),
+        row(
+            "synchronize the capturing stream",
+            |d: &D, o: &Others<D>| d.synchronize(&o.capturing),
+            [1, 1, 1],
+            [1, 1, 1],
+        ),
+        row(
+            "query the capturing stream",
+            |d: &D, o: &Others<D>| d.query(&o.capturing).map(drop),
+            [1, 1, 1],
+            [1, 1, 1],
+        ),
+        row(
+            "synchronize another stream",
+            |d: &D, o: &Others<D>| d.synchronize(&o.other),
+            [1, 1, 0],
+            [1, 0, 0],
+        ),
+        row(
+            "query another stream",
+            |d: &D, o: &Others<D>| d.query(&o.other).map(drop),
+            [1, 1, 0],
+            [1, 0, 0],
+        ),
+        row(
+            "synchronize an event",
+            |d: &D, o: &Others<D>| d.synchronize_event(&o.outside),
+            [1, 1, 0],
+            [1, 0, 0],
+        ),
+        row(
+            "query an event",
+            |d: &D, o: &Others<D>| d.query_event(&o.outside).map(drop),
+            [1, 1, 0],
+            [1, 0, 0],
+        ),
+        row(
+            "ask for free memory",
+            |d: &D, _: &Others<D>| d.memory_info().map(drop),
+            [0; 3],
+            [0; 3],
+        ),
+        row(
+            "wait on another stream for its own event",
+            |d: &D, o: &Others<D>| d.wait(&o.other, &o.outside),
+            [0; 3],
+            [0; 3],
+        ),
+        row(
+            "record another stream's event",
+            |d: &D, o: &Others<D>| d.record(&o.outside, &o.other),
+            [0; 3],
+            [0; 3],
+        ),
+    ]
+}
+
+fn t4_05_what_waits_and_what_it_breaks<D: Device>(rig: Rig<D>) {
+    let x = rig.floats(&[2.0; 4]);
+    let d = &rig.device;
+    let others = Others::<D> {
+        capturing: rig.stream.clone(),
+        other: d.create_stream().unwrap(),
+        outside: d.create_event().unwrap(),
+    };
+    d.record(&others.outside, &others.other).unwrap();
+    let mut wrong = Vec::new();
+    for row in rows::<D>() {
+        for (column, mode) in MODES.into_iter().enumerate() {
+            for here in [true, false] {
+                let mut graph = Graph::new(&rig.allocator);
+                let options = CaptureOptions { pool: None, mode };
+                let capture = graph.capture_with(&rig.stream, options).unwrap();
+                let y = rig.captured(&capture, &x, 3.0, 0.0);
+                let called = if here {
+                    (row.call)(d, &others)
+                } else {
+                    thread::scope(|scope| scope.spawn(|| (row.call)(d, &others)).join().unwrap())
+                };
+                let broken = d.capture_status(&rig.stream) == Ok(CaptureStatus::Invalidated);
+                let ended = capture.end();
+                let refused = if here { row.here } else { row.elsewhere }[column];
+                let code = called.as_ref().err().map(|error| error.code);
+                let want = refused.then_some(Code::StreamCaptureUnsupported);
+                if (code, broken, ended.is_err()) != (want, refused, refused) {
+                    wrong.push(format!(
+                        "{}, {mode:?}, here: {here}: {called:?}, broken: {broken}, end: {ended:?}",
+                        row.name
+                    ));
+                }
+                // Whatever came of it, the next one works.
+                if ended.is_ok() {
+                    graph.replay(&rig.stream).unwrap();
+                    assert_eq!(rig.read(&y), [6.0; 4]);
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    drop((x, others));
+    rig.finish();
+}
+
+fn t4_07_memory_of_another_stream_is_freed_inside<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let default = d.default_stream();
+    for mode in MODES {
+        let a = rig.allocator.alloc(&default, 64).unwrap();
+        a.write(d, &default, &[0; 64]).unwrap();
+        d.synchronize(&default).unwrap();
+        let mut graph = Graph::new(&rig.allocator);
+        let options = CaptureOptions { pool: None, mode };
+        let capture = graph.capture_with(&rig.stream, options).unwrap();
+        let y = rig.captured(&capture, &a, 3.0, 0.0);
+        let ptr = a.ptr().unwrap();
+        drop(a);
+        // It is free for its own stream at once, and no event is asked for that.
+        let b = rig.allocator.alloc(&default, 64).unwrap();
+        assert_eq!(b.ptr().unwrap(), ptr);
+        // A tensor of the capture's own, freed and allocated inside, is the graph's alone.
+        let z = rig.captured(&capture, &y, 1.0, 0.0);
+        let inside = z.ptr().unwrap();
+        drop(z);
+        let again = rig.captured(&capture, &y, 2.0, 1.0);
+        assert_eq!(again.ptr().unwrap(), inside);
+        assert_eq!(
+            d.capture_status(&rig.stream),
+            Ok(CaptureStatus::Active),
+            "{mode:?}"
+        );
+        capture.end().unwrap();
+        // What the graph reads is `b`'s by now: it is written before, so that the launch is sound.
+        b.write(d, &default, &[1.0f32; 16].map(f32::to_le_bytes).concat())
+            .unwrap();
+        d.synchronize(&default).unwrap();
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&again), [7.0; 16]);
+        drop((b, y, again, graph));
+    }
+    rig.finish();
+}
+
+fn t4_10_a_function_forks_and_allocates_there<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let side = d.create_stream().unwrap();
+    let events = [d.create_event().unwrap(), d.create_event().unwrap()];
+    let allocator = rig.allocator.clone();
+    let there = side.clone();
+    let f = rig.register(FunctionSpec::new("f"), move |k, rec, mut inputs| {
+        let x = inputs.take(0)?;
+        let (device, stream) = (rec.device(), rec.stream());
+        let bytes = x.bytes();
+        let scale = |on: &D::Stream, to: &Tensor<D>, from: &Tensor<D>, by| {
+            let (to, from) = (to.ptr()?, from.ptr()?);
+            let done = k
+                .kernels
+                .scale_add(device, on, to, from, bytes / 4, by, 0.0);
+            done.map_err(cudagraph_trees::Error::from)
+        };
+        device.record(&events[0], stream)?;
+        device.wait(&there, &events[0])?;
+        // A temporary and an output of the side stream, beside work on the function's own.
+        let temporary = allocator.alloc(&there, bytes)?;
+        scale(&there, &temporary, &x, 2.0)?;
+        let output = allocator.alloc(&there, bytes)?;
+        scale(&there, &output, &temporary, 5.0)?;
+        drop(temporary);
+        let own = rec.alloc(bytes)?;
+        scale(stream, &own, &x, 3.0)?;
+        device.record(&events[1], &there)?;
+        device.wait(stream, &events[1])?;
+        let sum = k.sum(rec, &own, &output)?;
+        Ok(vec![sum, output])
+    });
+    let x = rig.floats(&[0.0; 256]);
+    let eager = rig.allocator.stats().live_blocks.current;
+    let mut phases = Vec::new();
+    for round in 0..6 {
+        rig.put(&x, &[round as f32; 256]);
+        let step = rig.trees.step();
+        let outputs = rig.run(&f, &step, &[&x]);
+        phases.push(outputs.phase());
+        // All of it is the tree's, in every phase.
+        assert_eq!(rig.allocator.stats().live_blocks.current, eager);
+        rig.trees.audit().unwrap();
+        assert_eq!(rig.read(&outputs[0]), [13.0 * round as f32; 256]);
+        assert_eq!(rig.read(&outputs[1]), [10.0 * round as f32; 256]);
+    }
+    use Phase::{Record, Replay, Warmup};
+    assert_eq!(phases, [Warmup, Record, Replay, Replay, Replay, Replay]);
+    assert_eq!(
+        rig.trees.view().nodes[0].graph_nodes,
+        5,
+        "with the input's copy"
+    );
+    drop((x, f, side));
+    rig.finish();
+}
+
+fn t4_12_many_streams_and_events_around_a_capture<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let streams: Vec<_> = (0..4).map(|_| d.create_stream().unwrap()).collect();
+    let event = d.create_event().unwrap();
+    let f = rig.scale_add("f", 2.0, 0.0);
+    let g = rig.scale_add("g", 1.0, 1.0);
+    let x = rig.floats(&[1.0; 16]);
+    d.synchronize(&rig.stream).unwrap();
+    for round in 0..12 {
+        let at = |offset: usize| &streams[(round + offset) % 4];
+        let run = |function, step: &_, stream: &D::Stream, input: &Tensor<D>| {
+            let args = &mut [lend(input)];
+            let outputs = rig.trees.run(function, step, &[], stream, args);
+            outputs.unwrap().only().unwrap()
+        };
+        let step = rig.trees.step();
+        // Each piece on another stream than the one before, and a chain of events beside: no capture hears of an event from outside of it.
+        let y = run(&f, &step, at(0), &x);
+        d.record(&event, at(0)).unwrap();
+        d.wait(at(2), &event).unwrap();
+        let z = run(&g, &step, at(1), &y);
+        let bytes = z.read(d, at(1)).unwrap();
+        assert_eq!(bytes, [3.0f32; 16].map(f32::to_le_bytes).concat());
+        drop((y, z));
+    }
+    let counts = rig.trees.counts();
+    assert_eq!((counts.recordings, counts.failed_captures), (2, 0));
+    drop((x, f, g, streams, event));
+    rig.finish();
+}
