@@ -267,7 +267,7 @@ impl<D: Device> GraphTrees<D> {
     ///
     /// `key` chooses the variant (often `&[]`); each key warms up and records on its own. Work is ordered after what `stream` has been given so far, and
     /// what `stream` is given next is ordered after it. `args` are the inputs that are not bound, in order of position.
-    /// Returns as soon as the work is enqueued.
+    /// Returns as soon as the work is enqueued. While a closure runs, another thread's run of the same tree waits: a closure does not wait for one.
     ///
     /// **On a stream that captures** the function's work becomes a part of that capture, as if the closure had been called there: nothing is warmed up,
     /// recorded or launched, and the tree stays as it is. The caller's graph then reads each input where it lies now, at every launch, and whoever

@@ -13,7 +13,8 @@ pub type Value = Arc<dyn Any + Send + Sync>;
 
 /// One input of a run.
 pub enum Arg<'a, D: Device> {
-    /// A tensor that the caller keeps.
+    /// A tensor that the caller keeps. Unless it is an output of the path, declared static or bound, the function works on a copy of it: what it
+    /// writes there is not seen by the caller. State that is updated in place is static.
     Lend(&'a Tensor<D>),
     /// A tensor given up: if nobody else holds it, it may die inside the function, and its memory be used there.
     /// A run that fails before it was given up leaves it here.
