@@ -415,7 +415,9 @@ impl<D: Device> Bench<D> {
             let other = i + random.below(order.len() - i);
             order.swap(i, other);
         }
-        let victims = &order[..100];
+        // A node lists what it adopts in the order in which that was allocated.
+        let victims = &mut order[..100];
+        victims.sort_unstable();
         let kept = pool.checkpoint();
         let adopt: Vec<Adopt> = victims
             .iter()
