@@ -258,18 +258,8 @@ impl<D: Device> PoolHandle<D> {
         with_pool(&self.shared, self.key, |p| p.checkpoint())
     }
 
-    /// Restores, and marks what became free. The caller moves ownership.
-    pub(crate) fn restore_blocks(
-        &self,
-        stream: &D::Stream,
-        checkpoint: &Checkpoint,
-        adopt: &[Adopt],
-        unclaimed: Unclaimed,
-    ) -> Result<Restored> {
-        self.restore_taking(stream, checkpoint, adopt, &[], unclaimed)
-    }
-
-    /// The same; those blocks of `taken` that are live are freed before. They are all adopted, by one tensor each.
+    /// Restores, and marks what became free; the caller moves ownership. Those blocks of `taken` that are live are freed before. They are all
+    /// adopted, by one tensor each.
     fn restore_taking(
         &self,
         stream: &D::Stream,
@@ -312,6 +302,25 @@ impl<D: Device> PoolHandle<D> {
         }
         mark_restored(&self.shared.device, stream, &restored, &claimed);
         Ok((restored.adopted, claimed))
+    }
+
+    /// Makes free ranges live, as if they had been allocated for `stream`. The blocks, in order.
+    pub(crate) fn claim_blocks(
+        &self,
+        stream: &D::Stream,
+        claim: &[Claim],
+    ) -> Result<Vec<Allocation>> {
+        let mut books = lock(&self.shared.books);
+        let pool = &mut books.pools[self.key].pool;
+        let claim_one = |c: &Claim| pool.claim(c.range.start, c.range.end - c.range.start, c.tag);
+        let claimed = claim.iter().map(claim_one).collect::<Result<Vec<_>, _>>()?;
+        for block in &claimed {
+            let ptr = DevicePtr(block.address());
+            self.shared
+                .device
+                .mark(stream, ptr, block.bytes(), Mark::Live);
+        }
+        Ok(claimed)
     }
 
     /// Makes a free range of the pool live, owned by the tensor that this gives. The device is told nothing, now or at its death.

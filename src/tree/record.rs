@@ -1,7 +1,7 @@
 //! Recording: a function is captured in the memory state that the path left, and becomes a node.
 //!
-//! Until the graph has been launched, the way back is open: a checkpoint of the pool from before, and what it takes to bring given
-//! inputs back. A capture executes nothing, so whatever it did to the books can be undone without a trace.
+//! Until the graph has been launched, the way back is open. A capture executes nothing, so whatever it did to the books can be undone
+//! without a trace: what it allocated is freed, and what was given to it and died inside is claimed back where it lay.
 
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
@@ -15,10 +15,10 @@ use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, Outpu
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, State};
-use crate::allocator::Born;
+use crate::allocator::{Born, Claim};
 use crate::device::{CaptureMode, CaptureStatus, Device, DeviceError};
 use crate::error::{BoxError, Error, Phase, Result};
-use crate::pool::{Adopt, Checkpoint, Tag, Unclaimed};
+use crate::pool::Tag;
 use crate::storage::{Storage, Tensor};
 
 /// Why there is no recording.
@@ -93,7 +93,6 @@ impl<D: Device> Inner<D> {
         call: &mut Call<'_, '_, D>,
     ) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
         let device = self.allocator.device();
-        let way_back = self.pool.checkpoint_blocks();
         let born = Born::new();
         let serial = self.allocator.enter_capture(&self.stream);
         if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
@@ -158,7 +157,7 @@ impl<D: Device> Inner<D> {
             ),
             Err(undone) => {
                 self.drop_survivors(call, &storages);
-                let undone = match self.roll_back(call, &way_back, given) {
+                let undone = match self.roll_back(call, given) {
                     Ok(()) => undone,
                     Err(error) => Undone::Call(error),
                 };
@@ -241,32 +240,27 @@ impl<D: Device> Inner<D> {
             )
     }
 
-    /// Brings back what was given and died inside: the pool's state from before, and a handle in the caller's hands for each.
-    fn roll_back(
-        &self,
-        call: &mut Call<'_, '_, D>,
-        way_back: &Checkpoint,
-        given: Vec<Given<D>>,
-    ) -> Result<()> {
-        let mut adopt: Vec<Adopt> = Vec::new();
+    /// Brings back what was given and died inside: its block, and a handle in the caller's hands for each. What was allocated inside is free again, so
+    /// wherever such a block lay is free too.
+    fn roll_back(&self, call: &mut Call<'_, '_, D>, given: Vec<Given<D>>) -> Result<()> {
         let mut died: Vec<Arc<Storage<D>>> = Vec::new();
+        let mut claim: Vec<Claim> = Vec::new();
         for g in &given {
             if let Some(block) = g.block
                 && g.storage.owners() == 0
                 && !died.iter().any(|s| Arc::ptr_eq(s, &g.storage))
             {
-                adopt.push(Adopt {
-                    saved: block,
+                claim.push(Claim {
+                    range: block.address()..block.address() + block.bytes(),
                     tag: Tag(g.storage.id().0),
+                    owned: None,
                 });
                 died.push(g.storage.clone());
             }
         }
         if !died.is_empty() {
-            let restored =
-                self.pool
-                    .restore_blocks(call.stream, way_back, &adopt, Unclaimed::Free)?;
-            for (storage, block) in died.iter().zip(restored.adopted) {
+            let claimed = self.pool.claim_blocks(call.stream, &claim)?;
+            for (storage, block) in died.iter().zip(claimed) {
                 // The handle is made below: until then the storage is held by this owner.
                 if storage.resurrect().is_some() {
                     storage.adopt(block, call.stream.clone());
