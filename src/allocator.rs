@@ -7,6 +7,7 @@
 mod backing;
 mod pools;
 mod routes;
+mod uses;
 
 use std::fmt;
 use std::panic::Location;
@@ -26,8 +27,10 @@ use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::lock;
 use backing::PoolBacking;
 use routes::Routes;
+use uses::Deferred;
 
 pub(crate) use routes::Born;
+pub(crate) use uses::{Elsewhere, Use, Uses};
 
 pub(crate) use pools::Claim;
 pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
@@ -57,6 +60,10 @@ struct Books<D: Device> {
     default: PoolKey,
     routes: Routes<D>,
     captures: Vec<Underway<D>>,
+    /// Dead blocks that are in use on other streams.
+    deferred: Vec<Deferred<D>>,
+    /// Events of theirs, to be used again.
+    spare: Vec<D::Event>,
     next_pool: u32,
 }
 
@@ -79,8 +86,8 @@ struct Entry<D: Device> {
     pool: Pool<PoolBacking<D>>,
     /// Graphs, handles and captures that use it. At zero, `trim` may take its free segments.
     uses: usize,
-    /// A tree's pool: its memory goes from generation to generation, and so handles on it can go stale.
-    generations: bool,
+    /// Of a tree's pool, the streams that its next run waits for. Its memory goes from generation to generation, and so handles on it can go stale.
+    elsewhere: Option<Arc<Elsewhere<D>>>,
 }
 
 /// A storage's way back to its pool.
@@ -99,9 +106,25 @@ impl<D: Device> Memory<D> {
         Arc::ptr_eq(&self.shared, &pool.shared) && self.pool == pool.key
     }
 
-    /// Frees a block, in order on `stream`.
-    pub(crate) fn free(&self, block: Allocation, stream: Option<&D::Stream>, born: u64) {
-        lock(&self.shared.books).free(&self.shared.device, self.pool, block, stream, born);
+    /// Frees a block, in order on `stream` and after its other uses.
+    pub(crate) fn free(
+        &self,
+        block: Allocation,
+        stream: Option<&D::Stream>,
+        born: u64,
+        uses: Uses<D>,
+    ) {
+        let (mut books, device) = (lock(&self.shared.books), &self.shared.device);
+        if uses.is_empty() {
+            books.free(device, self.pool, block, stream, born);
+        } else {
+            books.free_used(device, (self.pool, block), stream, born, uses);
+        }
+    }
+
+    /// Notes that a storage here is used on a stream from now on.
+    pub(crate) fn note_use(&self, stream: &D::Stream) -> Use<D> {
+        lock(&self.shared.books).note_use(&self.shared.device, self.pool, stream)
     }
 }
 
@@ -202,6 +225,7 @@ impl<D: Device> Shared<D> {
         tag: Tag,
     ) -> Result<Handed<D>> {
         let mut books = lock(&self.books);
+        books.free_deferred(&self.device);
         let id = self.device.stream_id(stream);
         let capture = books.capture_of(&self.device, stream);
         let (pool, noted) = match pool {
@@ -219,6 +243,7 @@ impl<D: Device> Shared<D> {
                     && matches!(self.device.capture_status(stream), Ok(CaptureStatus::None)) =>
             {
                 self.device.synchronize_device()?;
+                books.free_deferred(&self.device);
                 books.trim()?;
                 books.pools[pool].pool.alloc(StreamId(id), bytes, tag)?
             }
@@ -247,7 +272,7 @@ impl<D: Device> Shared<D> {
         );
         Ok(Handed {
             pool,
-            eternal: !pools[pool].generations,
+            eternal: pools[pool].elsewhere.is_none(),
             block,
             born,
             noted,
@@ -303,13 +328,15 @@ impl<D: Device> Allocator<D> {
             id: PoolId::DEFAULT,
             pool,
             uses: 1,
-            generations: false,
+            elsewhere: None,
         });
         let books = Books {
             pools,
             default,
             routes: Routes::default(),
             captures: Vec::new(),
+            deferred: Vec::new(),
+            spare: Vec::new(),
             next_pool: 1,
         };
         Ok(Allocator {
@@ -379,7 +406,7 @@ impl<D: Device> Allocator<D> {
             id,
             pool,
             uses: 1,
-            generations,
+            elsewhere: generations.then(Elsewhere::new),
         });
         Ok(PoolHandle {
             shared: self.shared.clone(),
@@ -423,6 +450,7 @@ impl<D: Device> Allocator<D> {
             });
         }
         self.shared.device.synchronize_device()?;
+        books.free_deferred(&self.shared.device);
         Ok(books.trim()?)
     }
 
@@ -538,6 +566,7 @@ impl<D: Device> Allocator<D> {
                 device.mark(&ended.stream, ptr, block.bytes(), Mark::Live);
             }
         }
+        books.free_deferred(&self.shared.device);
         let handle = |key: PoolKey| PoolHandle {
             shared: self.shared.clone(),
             key,

@@ -220,6 +220,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Whether the event's last record has been reached.
     fn query_event(&self, event: &Self::Event) -> Result<bool>;
 
+    /// The same as [`query_event`](Device::query_event), for watchers: touches no capture, of whatever thread and in whatever mode. The event was
+    /// last recorded outside of captures.
+    fn poll_event(&self, event: &Self::Event) -> Result<bool>;
+
     /// Waits for the event's last record.
     fn synchronize_event(&self, event: &Self::Event) -> Result<()>;
 

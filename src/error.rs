@@ -57,6 +57,17 @@ pub enum Error {
     #[error("the pool belongs to another allocator; pools are shared within one allocator only")]
     ForeignPool,
 
+    /// Tensors of the pool died while work of other streams, named by [`record_stream`](crate::Tensor::record_stream), still uses them.
+    #[error(
+        "{blocks} dead block(s) of pool {pool} are in use on streams that record_stream named: synchronize those, then restore"
+    )]
+    UsedElsewhere {
+        /// Which pool.
+        pool: PoolId,
+        /// How many blocks.
+        blocks: usize,
+    },
+
     /// Memory can be given back only while nothing captures.
     #[error("{captures} capture(s) underway: end them first, then trim")]
     CaptureUnderway {

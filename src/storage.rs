@@ -15,7 +15,7 @@ use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-use crate::allocator::Memory;
+use crate::allocator::{Memory, Uses};
 use crate::device::{Device, DevicePtr};
 use crate::error::{Made, Stale};
 use crate::pool::Allocation;
@@ -112,6 +112,8 @@ struct Custody<D: Device> {
     stream: Option<D::Stream>,
     /// Serial of the capture it was born in (0: none). A capture kills only what was born in it.
     born: u64,
+    /// The streams it is used on besides.
+    uses: Uses<D>,
     /// Flags to raise at its death.
     watchers: Vec<Weak<AtomicBool>>,
     /// Who ended its last generations, the latest first.
@@ -178,6 +180,7 @@ impl<D: Device> Storage<D> {
                 block: Some(block),
                 stream: Some(birth.stream),
                 born: birth.capture,
+                uses: Uses::new(),
                 watchers: Vec::new(),
                 taken: Default::default(),
             }),
@@ -206,6 +209,7 @@ impl<D: Device> Storage<D> {
                 block: None,
                 stream: None,
                 born: 0,
+                uses: Uses::new(),
                 watchers: Vec::new(),
                 taken: Default::default(),
             }),
@@ -300,7 +304,7 @@ impl<D: Device> Storage<D> {
 
     /// Frees the block it owns, if any, and tells whoever watches.
     fn give_back(&self, watched: bool) {
-        let (block, stream, born, watchers) = {
+        let (block, stream, born, uses, watchers) = {
             let mut custody = lock(&self.custody);
             let watchers = if watched {
                 std::mem::take(&mut custody.watchers)
@@ -311,6 +315,7 @@ impl<D: Device> Storage<D> {
                 custody.block.take(),
                 custody.stream.clone(),
                 custody.born,
+                std::mem::take(&mut custody.uses),
                 watchers,
             )
         };
@@ -320,7 +325,7 @@ impl<D: Device> Storage<D> {
             }
         }
         if let (Some(block), Source::Pool(memory)) = (block, &self.source) {
-            memory.free(block, stream.as_ref(), born);
+            memory.free(block, stream.as_ref(), born, uses);
         }
     }
 
@@ -425,6 +430,22 @@ impl<D: Device> Storage<D> {
     pub(crate) fn hush(&self) {
         if self.word.owning() {
             lock(&self.custody).stream = None;
+        }
+    }
+
+    /// Notes that work on a stream uses it from now on. Before its memory is used again, that work is waited for.
+    pub(crate) fn use_on(&self, stream: &D::Stream) {
+        let Source::Pool(memory) = &self.source else {
+            return;
+        };
+        let noted = memory.note_use(stream);
+        let mut custody = lock(&self.custody);
+        custody.uses.retain(|used| !used.is_on(stream));
+        custody.uses.push(noted);
+        drop(custody);
+        // Its death has no place in the order of one stream.
+        if !self.eternal {
+            self.hush();
         }
     }
 

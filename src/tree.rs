@@ -28,7 +28,7 @@ use std::thread::{self, ThreadId};
 use slotmap::SlotMap;
 use smallvec::SmallVec;
 
-use crate::allocator::{Allocator, PoolHandle, PoolOptions};
+use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
@@ -71,6 +71,8 @@ pub struct GraphTrees<D: Device> {
 struct Inner<D: Device> {
     allocator: Allocator<D>,
     pool: PoolHandle<D>,
+    /// Streams that outputs were said to be used on.
+    elsewhere: Option<Arc<Elsewhere<D>>>,
     /// The pool without any block.
     empty: Checkpoint,
     /// Where warmups and recordings run.
@@ -131,6 +133,7 @@ impl<D: Device> GraphTrees<D> {
         Ok(GraphTrees {
             inner: Arc::new(Inner {
                 allocator: allocator.clone(),
+                elsewhere: pool.elsewhere(),
                 empty: pool.checkpoint_blocks(),
                 pool,
                 stream,
@@ -566,8 +569,14 @@ impl<D: Device> State<D> {
 impl<D: Device> Inner<D> {
     /// Ends the tree: what is held owns its memory from here on, and outlives graphs and tree.
     fn end(&self, state: &mut State<D>) -> Result<()> {
+        self.hear_of_streams(state);
+        // A stream that captures by now is not waited for: an event of its would be the capture's, and what was freed is the pool's last, which is
+        // given back only once the device has been waited for.
+        state
+            .streams
+            .retain(|used| matches!(self.captures(used), Ok(false)));
         let Some(last) = state.streams.last().cloned() else {
-            return Ok(());
+            return self.catch_up(state, &self.stream);
         };
         for used in state.streams.iter().filter(|used| **used != last) {
             self.follow(used, &last)?;

@@ -14,7 +14,7 @@ use crate::pool::{
 use crate::storage::{Birth, Source, Storage, Tensor};
 use crate::sync::lock;
 
-use super::{CustomBacking, Memory, PoolKey, Shared, alloc_in, with_pool};
+use super::{CustomBacking, Elsewhere, Memory, PoolKey, Shared, alloc_in, with_pool};
 
 /// A pool's number within its allocator, in order of creation; 0 is the default pool. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -179,7 +179,8 @@ impl<D: Device> PoolHandle<D> {
     ///
     /// # Errors
     /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage, or the
-    /// storage is not this pool's; [`PoolError::AdoptedTwice`] for two tensors at one address; [`Error::Stale`](crate::Error::Stale). Nothing has changed then.
+    /// storage is not this pool's; [`PoolError::AdoptedTwice`] for two tensors at one address; [`Error::Stale`](crate::Error::Stale);
+    /// [`Error::UsedElsewhere`](crate::Error::UsedElsewhere). Nothing has changed then.
     pub fn restore(
         &self,
         stream: &D::Stream,
@@ -187,6 +188,7 @@ impl<D: Device> PoolHandle<D> {
         adopt: &[&Tensor<D>],
         unclaimed: Unclaimed,
     ) -> Result<PoolRestored> {
+        self.refuse_used()?;
         let mut entries = Vec::with_capacity(adopt.len());
         let mut storages = Vec::with_capacity(adopt.len());
         for (index, tensor) in adopt.iter().enumerate() {
@@ -251,6 +253,24 @@ impl<D: Device> PoolHandle<D> {
                 .map(|b| DevicePtr(b.allocation.address()))
                 .collect(),
         })
+    }
+
+    /// Of a tree's pool, the streams that the tree's next run waits for.
+    pub(crate) fn elsewhere(&self) -> Option<Arc<Elsewhere<D>>> {
+        lock(&self.shared.books).pools[self.key].elsewhere.clone()
+    }
+
+    /// Refuses where dead blocks are in use on other streams still: nothing here knows what would be put in their place.
+    fn refuse_used(&self) -> Result<()> {
+        let mut books = lock(&self.shared.books);
+        books.free_deferred(&self.shared.device);
+        match books.deferred_in(self.key) {
+            0 => Ok(()),
+            blocks => Err(crate::Error::UsedElsewhere {
+                pool: self.id,
+                blocks,
+            }),
+        }
     }
 
     /// The pool's own checkpoint, for rooms that keep the list of owners themselves.

@@ -89,6 +89,20 @@ impl<D: Device> Routes<D> {
     }
 }
 
+impl<D: Device> Routes<D> {
+    /// The innermost call of a function that allocates from a pool, by a number that is not 0; 0 where there is none.
+    pub(super) fn call_in(&self, pool: PoolKey) -> u64 {
+        let call = |r: &&Route<D>| r.pool == pool && matches!(r.filter, Filter::Call(..));
+        self.routes.iter().rev().find(call).map_or(0, Route::call)
+    }
+}
+
+impl<D: Device> Route<D> {
+    fn call(&self) -> u64 {
+        self.serial + 1
+    }
+}
+
 /// A route in force; dropping it takes it back. It counts as a use of its pool.
 #[must_use = "the route ends when the guard is dropped"]
 pub struct RouteGuard<D: Device> {
@@ -142,10 +156,16 @@ impl<D: Device> RouteGuard<D> {
 
 impl<D: Device> Drop for RouteGuard<D> {
     fn drop(&mut self) {
-        lock(&self.pool.shared.books)
-            .routes
-            .routes
-            .retain(|r| r.serial != self.serial);
+        let shared = &self.pool.shared;
+        let mut books = lock(&shared.books);
+        let routes = &mut books.routes.routes;
+        let Some(at) = routes.iter().position(|r| r.serial == self.serial) else {
+            return;
+        };
+        let route = routes.remove(at);
+        if matches!(route.filter, Filter::Call(..)) {
+            books.closure_returned(&shared.device, route.call());
+        }
     }
 }
 

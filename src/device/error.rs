@@ -21,6 +21,7 @@ pub enum Call {
     Record,
     Wait,
     QueryEvent,
+    PollEvent,
     SynchronizeEvent,
     Load,
     Launch,

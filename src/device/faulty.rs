@@ -193,6 +193,7 @@ impl<D: Device> Device for Faulty<D> {
         Record on stream: fn record(event: &D::Event, stream: &D::Stream) -> ();
         Wait on stream: fn wait(stream: &D::Stream, event: &D::Event) -> ();
         QueryEvent: fn query_event(event: &D::Event) -> bool;
+        PollEvent: fn poll_event(event: &D::Event) -> bool;
         SynchronizeEvent: fn synchronize_event(event: &D::Event) -> ();
         Load: fn load(kernel: &Kernel) -> D::Function;
         Launch on stream: fn launch(stream: &D::Stream, function: &D::Function, config: LaunchConfig, args: &[KernelArg]) -> ();

@@ -133,6 +133,26 @@ impl<D: Device> Tensor<D> {
         }
     }
 
+    /// Says that work on `stream` uses the tensor's memory, besides the stream it was allocated for or handed out on.
+    ///
+    /// The order of work on that stream and others is the caller's, as always. What this adds is the other end: when the last handle is gone, the
+    /// memory is not used again before all work that `stream` was given until then has run. It is for the whole storage, through whichever view
+    /// it is said, and for this generation of it. An output of a tree may be overwritten by a later run without having died: the tree's next run, on
+    /// whatever stream, waits for `stream`. (Streams that runs were called on are waited for without being named.)
+    ///
+    /// If `stream` captures, the work is the graph's: the memory is kept until that capture has ended; whoever launches the graph keeps the tensor.
+    /// Of [imported](crate::Allocator::import) memory nothing is known of its reuse: its keeper sees to that.
+    ///
+    /// # Errors
+    /// [`Error::Stale`].
+    pub fn record_stream(&self, stream: &D::Stream) -> Result<()> {
+        self.check()?;
+        if let Some(storage) = &self.storage {
+            storage.use_on(stream);
+        }
+        Ok(())
+    }
+
     /// Length of the range, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {

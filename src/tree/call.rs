@@ -12,7 +12,7 @@ use super::node::{InputSpec, OutputSpec};
 use super::recorder::Recorder;
 use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
-use crate::device::{Device, DeviceError, DevicePtr, GatherSlot};
+use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
 use crate::pool::Allocation;
 use crate::storage::{Home, LiveMask, Storage, Tensor};
@@ -432,11 +432,29 @@ impl<D: Device> Inner<D> {
     }
 
     /// Orders the call's stream after every other stream that runs of the path were called on: their outputs may be in use there still.
-    pub(super) fn order(&self, state: &State<D>, stream: &D::Stream) -> Result<()> {
+    pub(super) fn order(&self, state: &mut State<D>, stream: &D::Stream) -> Result<()> {
+        self.hear_of_streams(state);
         let others = state.streams.iter().filter(|used| *used != stream);
-        others
-            .into_iter()
-            .try_for_each(|used| self.follow(used, stream))
+        others.into_iter().try_for_each(|used| {
+            // An event of its would make `stream` a part of that capture.
+            if self.captures(used)? {
+                let detail = "an earlier run was called there, or its output used, and this one is to come after that work; but the stream captures now: \
+                              end the capture first";
+                let code = Code::StreamCaptureIsolation;
+                return Err(DeviceError::new(crate::device::Call::Wait, code, detail).into());
+            }
+            self.follow(used, stream)
+        })
+    }
+
+    /// Takes over the streams that outputs were said to be used on since the last run.
+    pub(super) fn hear_of_streams(&self, state: &mut State<D>) {
+        let named = self.elsewhere.iter().flat_map(|elsewhere| elsewhere.take());
+        for stream in named {
+            if !state.streams.contains(&stream) {
+                state.streams.push(stream);
+            }
+        }
     }
 
     /// Makes the caller's stream wait for what the tree's was given. Where no event does, the host waits: work that was enqueued must not

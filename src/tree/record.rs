@@ -56,7 +56,7 @@ impl<D: Device> Inner<D> {
         let entered = span.enter();
         // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let held = state.hold(call.args);
-        self.order(&state, call.stream)?;
+        self.order(&mut state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
         // The closure may see the last handle go: the graph reads them when it is launched.
         let _bound = state.functions[call.function].bound_inputs()?;

@@ -63,7 +63,7 @@ impl<D: Device> Inner<D> {
         out: &mut Outputs<D>,
     ) -> Result<()> {
         let launched = self
-            .order(&state, call.stream)
+            .order(&mut state, call.stream)
             .and_then(|()| self.launch(&mut state.nodes[key], &call));
         let state = &mut *state;
         let node = &mut state.nodes[key];

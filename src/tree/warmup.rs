@@ -29,7 +29,7 @@ impl<D: Device> Inner<D> {
         let _bound = state.functions[call.function].bound_inputs()?;
         // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let _held = state.hold(call.args);
-        self.order(&state, call.stream)?;
+        self.order(&mut state, call.stream)?;
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
         state.use_stream(call.stream);

@@ -176,6 +176,15 @@ impl Device for CudaDevice {
         self.ready(call, code, "whether an event was reached")
     }
 
+    fn poll_event(&self, event: &CudaEvent) -> Result<bool> {
+        let call = Call::PollEvent;
+        let _current = self.enter_event(call, event)?;
+        let _relaxed = self.inner.relax(call)?;
+        // SAFETY: the handle keeps the event alive.
+        let code = unsafe { (self.inner.driver.cuEventQuery)(event.raw.0) };
+        self.ready(call, code, "whether an event was reached")
+    }
+
     fn synchronize_event(&self, event: &CudaEvent) -> Result<()> {
         let call = Call::SynchronizeEvent;
         let _current = self.enter_event(call, event)?;

@@ -1,0 +1,218 @@
+//! Memory that is in use on other streams than its own: who waits for that before it is used again.
+//!
+//! There are two answers. A tree orders its runs, so the memory of its pool needs no watching: its next run waits for every stream that was named
+//! ([`Elsewhere`]), and only what dies while a closure runs is kept until the closure has returned. Memory of any other pool stays live in the books
+//! until the work is done ([`Deferred`]), as events say.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use smallvec::SmallVec;
+
+use super::{Books, PoolKey};
+use crate::device::{CaptureStatus, Device};
+use crate::pool::Allocation;
+use crate::sync::lock;
+
+/// A stream that uses a storage besides its own.
+#[derive(Clone, Debug)]
+pub(crate) struct Use<D: Device> {
+    stream: D::Stream,
+    /// It captured when it was named: the work is a graph's, and does not run now.
+    captured: bool,
+    /// The call of a function it was named in, where that allocates from the storage's pool; 0 for none.
+    call: u64,
+}
+
+impl<D: Device> Use<D> {
+    pub(crate) fn is_on(&self, stream: &D::Stream) -> bool {
+        self.stream == *stream
+    }
+}
+
+/// The streams that use a storage besides its own.
+pub(crate) type Uses<D> = SmallVec<[Use<D>; 1]>;
+
+/// The streams that outputs of one tree were said to be used on, until its next run takes the list.
+pub(crate) struct Elsewhere<D: Device> {
+    any: AtomicBool,
+    streams: Mutex<Vec<D::Stream>>,
+}
+
+impl<D: Device> Elsewhere<D> {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Elsewhere {
+            any: AtomicBool::new(false),
+            streams: Mutex::default(),
+        })
+    }
+
+    fn note(&self, stream: &D::Stream) {
+        let mut streams = lock(&self.streams);
+        if !streams.contains(stream) {
+            streams.push(stream.clone());
+        }
+        self.any.store(true, Ordering::Release);
+    }
+
+    /// The streams named since the last look. One load where there is none.
+    pub(crate) fn take(&self) -> Vec<D::Stream> {
+        if !self.any.load(Ordering::Acquire) {
+            return Vec::new();
+        }
+        let mut streams = lock(&self.streams);
+        self.any.store(false, Ordering::Release);
+        std::mem::take(&mut *streams)
+    }
+}
+
+/// A block whose storage is dead, and that work of other streams may still touch: live in the books until it does not.
+pub(super) struct Deferred<D: Device> {
+    pool: PoolKey,
+    block: Allocation,
+    stream: Option<D::Stream>,
+    born: u64,
+    until: Until<D>,
+}
+
+enum Until<D: Device> {
+    /// The closure of this call has returned.
+    Returned(u64),
+    /// The work on these streams is done.
+    Done {
+        /// Streams of which the work so far has no event yet, because they capture.
+        running: SmallVec<[D::Stream; 1]>,
+        /// Streams whose captures have it.
+        capturing: SmallVec<[D::Stream; 1]>,
+        /// What says that the work is done.
+        events: SmallVec<[(u32, D::Event); 1]>,
+    },
+}
+
+impl<D: Device> Books<D> {
+    /// Notes that a storage of a pool is used on a stream from now on; what its owner is to keep of it.
+    pub(super) fn note_use(&mut self, device: &D, pool: PoolKey, stream: &D::Stream) -> Use<D> {
+        let captured = !matches!(device.capture_status(stream), Ok(CaptureStatus::None));
+        if let Some(elsewhere) = self
+            .pools
+            .get(pool)
+            .and_then(|entry| entry.elsewhere.as_ref())
+            .filter(|_| !captured)
+        {
+            elsewhere.note(stream);
+        }
+        Use {
+            stream: stream.clone(),
+            captured,
+            call: self.routes.call_in(pool),
+        }
+    }
+
+    /// Frees a block whose storage is dead, as soon as nothing uses it any more.
+    pub(super) fn free_used(
+        &mut self,
+        device: &D,
+        (pool, block): (PoolKey, Allocation),
+        stream: Option<&D::Stream>,
+        born: u64,
+        uses: Uses<D>,
+    ) {
+        let call = self.routes.call_in(pool);
+        let of_a_tree = self.pools.get(pool).is_some_and(|e| e.elsewhere.is_some());
+        let until = if call != 0 || of_a_tree {
+            // What was named before the call began, the call has waited for.
+            if call == 0 || uses.iter().all(|used| used.call != call) {
+                return self.free(device, pool, block, stream, born);
+            }
+            Until::Returned(call)
+        } else {
+            let (mut running, mut capturing) = (SmallVec::new(), SmallVec::new());
+            for used in uses {
+                if used.captured {
+                    capturing.push(used.stream);
+                } else if Some(&used.stream) != stream {
+                    running.push(used.stream);
+                }
+            }
+            Until::Done {
+                running,
+                capturing,
+                events: SmallVec::new(),
+            }
+        };
+        self.deferred.push(Deferred {
+            pool,
+            block,
+            stream: stream.cloned(),
+            born,
+            until,
+        });
+        self.free_deferred(device);
+    }
+
+    /// Frees what a call's closure has kept from its own reuse.
+    pub(super) fn closure_returned(&mut self, device: &D, call: u64) {
+        let kept = |d: &mut Deferred<D>| matches!(d.until, Until::Returned(c) if c == call);
+        let freed: Vec<_> = self.deferred.extract_if(.., kept).collect();
+        for d in freed {
+            self.free(device, d.pool, d.block, d.stream.as_ref(), d.born);
+        }
+    }
+
+    /// Frees what is not used any more. Asks for the oldest event of each stream only, as long as that was not reached. Breaks no capture.
+    pub(super) fn free_deferred(&mut self, device: &D) {
+        if self.deferred.is_empty() {
+            return;
+        }
+        let mut busy: SmallVec<[u32; 4]> = SmallVec::new();
+        let spare = &mut self.spare;
+        let done = |d: &mut Deferred<D>| {
+            let Until::Done {
+                running,
+                capturing,
+                events,
+            } = &mut d.until
+            else {
+                return false;
+            };
+            let captures = |stream: &D::Stream| {
+                !matches!(device.capture_status(stream), Ok(CaptureStatus::None))
+            };
+            capturing.retain(|stream| captures(stream));
+            running.retain(|stream| {
+                if captures(stream) {
+                    return true;
+                }
+                let event = spare.pop().map_or_else(|| device.create_event(), Ok);
+                let noted = event.and_then(|event| {
+                    device.record(&event, stream)?;
+                    events.push((device.stream_id(stream), event));
+                    Ok(())
+                });
+                // Not noted: its memory stays out of circulation, and the next look tries again.
+                noted.is_err()
+            });
+            let mut index = 0;
+            while let Some((stream, event)) = events.get(index) {
+                if busy.contains(stream) {
+                    index += 1;
+                } else if device.poll_event(event) == Ok(true) {
+                    spare.push(events.swap_remove(index).1);
+                } else {
+                    busy.push(*stream);
+                    index += 1;
+                }
+            }
+            running.is_empty() && capturing.is_empty() && events.is_empty()
+        };
+        let freed: Vec<_> = self.deferred.extract_if(.., done).collect();
+        for d in freed {
+            self.free(device, d.pool, d.block, d.stream.as_ref(), d.born);
+        }
+    }
+
+    /// How many dead blocks of a pool still wait.
+    pub(super) fn deferred_in(&self, pool: PoolKey) -> usize {
+        self.deferred.iter().filter(|d| d.pool == pool).count()
+    }
+}
