@@ -306,7 +306,35 @@ impl<D: Device> GraphTrees<D> {
         Ok(out)
     }
 
-    /// The same, into `out`, whose room is used again: no run of a warm tree then allocates on the heap, however many outputs there are.
+    /// The same, with an event that says when the run's work is done: recorded on `stream` behind it. To be waited for by other streams, or asked for
+    /// by the host. On a stream that captures, it is the capture's.
+    ///
+    /// # Errors
+    /// As [`run`](GraphTrees::run); [the device's](Device::create_event), with nothing run, where it gives no event.
+    ///
+    /// # Panics
+    /// As [`run`](GraphTrees::run).
+    #[track_caller]
+    pub fn run_with_event(
+        &self,
+        function: &Function,
+        step: &Step,
+        key: &[i64],
+        stream: &D::Stream,
+        args: &mut [Arg<'_, D>],
+    ) -> Result<(Outputs<D>, D::Event)> {
+        let device = self.inner.allocator.device();
+        let event = device.create_event()?;
+        let outputs = self.run(function, step, key, stream, args)?;
+        if let Err(error) = device.record(&event, stream) {
+            // The run is done with: its outputs are not lost. Waiting for an event that was never recorded does nothing, and so it is right.
+            tracing::warn!(%error, "waiting for a run on the host, in place of its event");
+            device.synchronize(stream)?;
+        }
+        Ok((outputs, event))
+    }
+
+    /// The same as [`run`](GraphTrees::run), into `out`, whose room is used again: no run of a warm tree then allocates on the heap, however many outputs there are.
     ///
     /// # Errors
     /// As [`run`](GraphTrees::run); `out` is empty then.

@@ -12,6 +12,7 @@ suite!(
     stream_01_a_slow_producer_is_waited_for_in_every_phase,
     a_run_on_another_stream_comes_after_the_last,
     what_is_given_from_another_stream_is_not_reused_before_it_was_read,
+    the_event_of_a_run_says_when_its_work_is_done,
 );
 
 fn stream_01_a_slow_producer_is_waited_for_in_every_phase<D: Device>(rig: Rig<D>) {
@@ -76,6 +77,72 @@ fn what_is_given_from_another_stream_is_not_reused_before_it_was_read<D: Device>
         assert_eq!(bytes, [round as f32; 1024].map(f32::to_le_bytes).concat());
         drop(next);
     }
+    rig.finish();
+}
+
+fn the_event_of_a_run_says_when_its_work_is_done<D: Device>(rig: Rig<D>) {
+    let f = rig.scale_add("f", 2.0, 0.0);
+    let other = rig.device.create_stream().unwrap();
+    let x = rig.floats(&[0.0; 64]);
+    for round in 0..4 {
+        for _ in 0..100 {
+            let ptr = x.ptr().unwrap();
+            rig.kernels
+                .increment(&rig.device, &rig.stream, ptr, 64, 1.0)
+                .unwrap();
+        }
+        let step = rig.trees.step();
+        let (out, done) = rig
+            .trees
+            .run_with_event(&f, &step, &[], &rig.stream, &mut [lend(&x)])
+            .unwrap();
+        if !common::on_cuda() {
+            // Nothing waits, so nothing ran yet.
+            assert!(!rig.device.poll_event(&done).unwrap());
+        }
+        rig.device.wait(&other, &done).unwrap();
+        let bytes = out[0].read(&rig.device, &other).unwrap();
+        let want = [200.0 * (round as f32 + 1.0); 64];
+        assert_eq!(bytes, want.map(f32::to_le_bytes).concat());
+        assert!(rig.device.poll_event(&done).unwrap());
+    }
+    drop(x);
+    rig.finish();
+}
+
+/// After a run whose event the device does not take, its outputs are there and its work is done.
+#[test]
+fn a_run_whose_event_fails_has_run() {
+    let device = Faulty::new(HostDevice::new());
+    let rig = Rig::new(device.clone());
+    let f = rig.scale_add("f", 2.0, 1.0);
+    let x = rig.floats(&[3.0]);
+    for _ in 0..2 {
+        rig.one(&f, &rig.trees.step(), &x);
+    }
+    device.fail(Call::CreateEvent, 1, Code::OutOfMemory);
+    let step = rig.trees.step();
+    let args = &mut [lend(&x)];
+    let refused = rig
+        .trees
+        .run_with_event(&f, &step, &[], &rig.stream, args)
+        .unwrap_err();
+    assert!(matches!(refused, cudagraph_trees::Error::Device(e) if e.code == Code::OutOfMemory));
+    assert_eq!(rig.trees.counts().replays, 0);
+    // A replay on the same stream records no event but the caller's.
+    device.fail(Call::Record, 1, Code::OutOfMemory);
+    let (out, done) = rig
+        .trees
+        .run_with_event(&f, &step, &[], &rig.stream, args)
+        .unwrap();
+    assert_eq!(
+        (out.phase(), rig.trees.counts().replays),
+        (Phase::Replay, 1)
+    );
+    assert!(device.query(&rig.stream).unwrap());
+    device.synchronize_event(&done).unwrap();
+    assert_eq!(rig.read(&out[0]), [7.0]);
+    drop((out, x));
     rig.finish();
 }
 
