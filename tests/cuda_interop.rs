@@ -302,7 +302,7 @@ impl Drop for Cublas {
 
 /// POOL-08, T11-02: a hundred captures of a product put no memory node into a graph, and take no memory.
 #[test]
-fn cublas_works_in_our_memory() {
+fn pool_08_t11_02_cublas_works_in_our_memory() {
     let Some((_alone, device)) = device() else {
         return;
     };
