@@ -193,13 +193,14 @@ impl<D: Device> Books<D> {
         }
     }
 
-    /// Gives free segments of the default pool and of pools without a user back to the device, which is idle.
+    /// Gives free segments of the default pool, of trees' pools and of pools without a user back to the device, which is idle.
     fn trim(&mut self) -> Result<Trimmed, PoolError> {
         let mut all = Trimmed::default();
         let keys: Vec<PoolKey> = self.pools.keys().collect();
         for key in keys {
             let entry = &mut self.pools[key];
-            if key == self.default || entry.uses == 0 {
+            // A tree says by pins what its graphs have the addresses of.
+            if key == self.default || entry.uses == 0 || entry.elsewhere.is_some() {
                 let trimmed = entry.pool.trim()?;
                 all.segments += trimmed.segments;
                 all.bytes += trimmed.bytes;
@@ -415,6 +416,18 @@ impl<D: Device> Allocator<D> {
         })
     }
 
+    /// A handle on the default pool, for runs outside of a tree's.
+    pub(crate) fn default_pool(&self) -> PoolHandle<D> {
+        let mut books = lock(&self.shared.books);
+        let key = books.default;
+        books.pools[key].uses += 1;
+        PoolHandle {
+            shared: self.shared.clone(),
+            key,
+            id: PoolId::DEFAULT,
+        }
+    }
+
     /// One more handle on a private pool that is in use.
     ///
     /// # Errors
@@ -437,8 +450,8 @@ impl<D: Device> Allocator<D> {
         })
     }
 
-    /// Gives memory back to the device: wholly free segments of the default pool, and of private pools whose last graph and handle are gone.
-    /// Waits for the device. Memory that a living pool has is its own, used or not.
+    /// Gives memory back to the device: wholly free segments of the default pool, those of a tree's pool that no recording of it needs, and those of
+    /// private pools whose last graph and handle are gone. Waits for the device. Memory that a living private pool has is its own, used or not.
     ///
     /// # Errors
     /// [`Error::CaptureUnderway`], with nothing done: waiting would break the capture.

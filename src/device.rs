@@ -123,6 +123,13 @@ pub struct GraphInfo {
 }
 
 impl GraphInfo {
+    /// About how many bytes the driver takes for an executable of it: 10 KiB a node. No driver says; the figure is from public reports of what many
+    /// executables took.
+    #[must_use]
+    pub fn exec_bytes(&self) -> u64 {
+        10 * 1024 * self.nodes() as u64
+    }
+
     /// All nodes.
     #[must_use]
     pub fn nodes(&self) -> usize {

@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use crate::allocator::PoolId;
-use crate::device::{DeviceError, GraphInfo};
+use crate::device::{DeviceError, DevicePtr, GraphInfo};
 use crate::pool::PoolError;
 
 /// Result of this crate's calls.
@@ -168,6 +168,24 @@ pub enum Error {
         input: usize,
     },
 
+    /// Inputs that are used in place lie elsewhere than where they were recorded, and the function's policy makes that an error.
+    #[error("{function}: {}; pass the same tensors, or choose another policy for moves", moved.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    InputMoved {
+        /// The function's name.
+        function: Arc<str>,
+        /// All inputs that moved.
+        moved: Vec<MovedInput>,
+    },
+
+    /// The run would not have been a replay, for a reason that [`refuse`](crate::GraphTrees::refuse) made an error.
+    #[error("{function} was not run: {reason}, and that is refused; nothing has changed")]
+    Refused {
+        /// The function's name.
+        function: Arc<str>,
+        /// Why it would not have replayed.
+        reason: crate::tree::Reason,
+    },
+
     /// The tree was shut down.
     #[error("the tree was shut down: its graphs are gone; make a new one")]
     ShutDown,
@@ -175,6 +193,40 @@ pub enum Error {
     /// Pool and tree disagree about what is held: a defect of this crate, or memory of the pool freed behind its back.
     #[error("the pool and what the tree tracks of it differ: {0}")]
     Books(String),
+}
+
+/// An input that is used in place, and lies elsewhere than where it was recorded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MovedInput {
+    /// Its position, as the closure sees it.
+    pub input: usize,
+    /// Where it lay.
+    pub recorded: DevicePtr,
+    /// Where it lies.
+    pub passed: DevicePtr,
+    /// Where it was declared static; `None` for one that was an output of the path.
+    pub declared_at: Option<&'static Location<'static>>,
+}
+
+impl fmt::Display for MovedInput {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let MovedInput {
+            input,
+            recorded,
+            passed,
+            ..
+        } = self;
+        match self.declared_at {
+            Some(at) => write!(
+                f,
+                "static input {input} (declared at {at}) moved from {recorded:?} to {passed:?}"
+            ),
+            None => write!(
+                f,
+                "input {input} was the output at {recorded:?} and lies at {passed:?}"
+            ),
+        }
+    }
 }
 
 /// What a run was doing.
@@ -188,6 +240,8 @@ pub enum Phase {
     Replay,
     /// Being captured into a capture of the caller's.
     Inline,
+    /// Running eagerly, with memory from outside of the tree.
+    Eager,
 }
 
 impl fmt::Display for Phase {
@@ -197,6 +251,7 @@ impl fmt::Display for Phase {
             Phase::Record => "recording",
             Phase::Replay => "replay",
             Phase::Inline => "inline run",
+            Phase::Eager => "eager run",
         })
     }
 }

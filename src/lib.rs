@@ -58,14 +58,14 @@ mod sync;
 mod tree;
 
 pub use allocator::{Allocator, PoolCheckpoint, PoolHandle, PoolId, PoolOptions, RouteGuard};
-pub use error::{BoxError, Error, Made, Phase, Result, Stale};
+pub use error::{BoxError, Error, Made, MovedInput, Phase, Result, Stale};
 pub use graph::{Capture, CaptureOptions, Graph};
 pub use rng::{Generator, STATE_BYTES};
 pub use storage::{StorageId, Tensor, WeakTensor};
 pub use tree::{
-    Arg, BodyResult, Counts, Function, FunctionSpec, FunctionView, GraphTrees, HeldView, InputView,
-    Inputs, Mismatch, NodeId, NodeView, OutputView, Outputs, Recorder, Step, TreeView, Value, give,
-    lend,
+    Advice, Arg, BodyResult, Budget, Counts, Function, FunctionReport, FunctionSpec, FunctionView,
+    GraphTrees, HeldView, InputView, Inputs, Mismatch, MovePolicy, NodeId, NodeView, OnMove,
+    OutputView, Outputs, Reason, ReasonKind, Recorder, Step, TreeView, Value, give, lend,
 };
 
 #[cfg(doctest)]

@@ -42,6 +42,7 @@ mod error;
 mod index;
 mod orphans;
 mod pages;
+mod pin;
 mod query;
 mod restore;
 mod segment;
@@ -49,6 +50,7 @@ mod snapshot;
 mod stats;
 mod trim;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub use backing::{Backing, BackingError};
@@ -56,6 +58,7 @@ pub use block::{Allocation, AllocationId, Freed, LiveBlock, SegmentId, StreamId,
 pub use checkpoint::Checkpoint;
 pub use config::{PoolConfig, SizeClass};
 pub use error::PoolError;
+pub use pin::Pins;
 pub use restore::{Adopt, Restored, Unclaimed};
 pub use snapshot::{BlockSnapshot, LiveCheck, OwnerSnapshot, PoolSnapshot, SegmentSnapshot};
 pub use stats::{PoolStats, Stat};
@@ -100,6 +103,8 @@ pub struct Pool<B: Backing> {
     mark: u32,
     /// Ranges that were unmapped and that the backing would not take back yet.
     unreleased: Vec<(SegmentId, u64, u64)>,
+    /// How many keep a segment, by its number, though nothing in it is live.
+    pinned: BTreeMap<u32, usize>,
     /// Figures.
     stats: PoolStats,
     /// Memory for restores.
@@ -131,6 +136,7 @@ impl<B: Backing> Pool<B> {
             token,
             mark,
             unreleased: Vec::new(),
+            pinned: BTreeMap::new(),
             stats: PoolStats::default(),
             scratch: Scratch::default(),
         })

@@ -7,22 +7,28 @@
 mod admit;
 mod args;
 mod call;
+mod decide;
+mod eager;
 mod function;
 mod generation;
 mod inline;
 mod node;
 mod outputs;
 mod path;
+mod policy;
+mod reason;
 mod record;
 mod recorder;
+mod remove;
 mod replay;
 mod view;
 mod warmup;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, ThreadId};
 
 use slotmap::SlotMap;
@@ -32,15 +38,15 @@ use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
-use crate::storage::Storage;
 use crate::sync::lock;
-use admit::admit;
 use call::{Call, inputs_error};
+use decide::{Choice, Demoted, Place};
 use function::{Bound, FunctionState};
 use generation::Generations;
 use inline::Inlined;
 use node::Node;
 use path::Entry;
+use remove::Registry;
 use replay::Taken;
 
 pub use admit::Mismatch;
@@ -49,6 +55,8 @@ pub use function::{Function, FunctionSpec};
 pub use generation::Step;
 pub use node::NodeId;
 pub use outputs::Outputs;
+pub use policy::{Budget, MovePolicy, OnMove};
+pub use reason::{Advice, FunctionReport, Reason, ReasonKind};
 pub use recorder::Recorder;
 pub use view::{Counts, FunctionView, HeldView, InputView, NodeView, OutputView, TreeView};
 
@@ -83,11 +91,18 @@ struct Inner<D: Device> {
     /// Which functions are ours.
     owner: Arc<()>,
     state: Mutex<State<D>>,
+    /// Something is to be removed or said: dropped functions, static inputs that died. Raised from anywhere.
+    untidy: Arc<AtomicBool>,
+    /// Who is told of advice.
+    on_advice: Mutex<Option<AdviceHook>>,
     /// What runs inside captures of the caller's have used.
     inlined: Mutex<Inlined<D>>,
     /// Told when the tree is not busy any more.
     idle: Condvar,
 }
+
+/// Who is told of advice.
+type AdviceHook = Arc<dyn Fn(&Advice) + Send + Sync>;
 
 struct State<D: Device> {
     functions: SlotMap<FunctionKey, FunctionState<D>>,
@@ -108,6 +123,19 @@ struct State<D: Device> {
     /// The streams that runs of the path were called on, and the last run before it.
     streams: SmallVec<[D::Stream; 2]>,
     counts: Counts,
+    /// What functions did below a node (or at the root) on account of inputs that moved.
+    places: HashMap<(Option<NodeKey>, FunctionKey), Place>,
+    /// How many of these are skipped.
+    skips: usize,
+    budget: Budget,
+    /// Bytes of all graphs, as estimated.
+    graph_bytes: u64,
+    /// Kinds of reasons that are errors, as bits.
+    refused: u16,
+    /// Functions whose handle is gone, and that are here still.
+    leaving: Vec<FunctionKey>,
+    /// What was not said yet.
+    advice: Vec<Advice>,
     /// Why the last capture that failed did.
     last_failure: Option<Error>,
 }
@@ -141,6 +169,8 @@ impl<D: Device> GraphTrees<D> {
                 generations: Generations::new(),
                 owner: Arc::new(()),
                 state: Mutex::new(State::new()),
+                untidy: Arc::default(),
+                on_advice: Mutex::default(),
                 inlined: Mutex::default(),
                 idle: Condvar::new(),
             }),
@@ -170,8 +200,9 @@ impl<D: Device> GraphTrees<D> {
             mut statics,
             mut bound,
             skip_warmup,
+            settings,
         } = spec;
-        statics.sort_unstable();
+        statics.sort_by_key(|(position, _)| *position);
         bound.sort_by_key(|(position, _)| *position);
         if let Some(position) = bound.windows(2).find(|w| w[0].0 == w[1].0).map(|w| w[0].0) {
             return Err(inputs_error(
@@ -181,7 +212,7 @@ impl<D: Device> GraphTrees<D> {
         }
         if let Some((position, _)) = bound
             .iter()
-            .find(|(position, _)| statics.binary_search(position).is_ok())
+            .find(|(position, _)| statics.iter().any(|(s, _)| s == position))
         {
             return Err(inputs_error(
                 &name,
@@ -210,6 +241,7 @@ impl<D: Device> GraphTrees<D> {
                 return Err(inputs_error(&name, detail));
             }
             storage.watch(&bound_died);
+            storage.watch(&self.inner.untidy);
         }
         let mut state = lock(&self.inner.state);
         if state.down {
@@ -225,13 +257,15 @@ impl<D: Device> GraphTrees<D> {
             bound_died,
             skip_warmup,
             variants: Vec::new(),
+            settings,
+            recordings: 0,
+            replays: 0,
+            reasons: [0; ReasonKind::ALL.len()],
+            advised: 0,
         };
         let key = state.functions.insert(function);
-        Ok(Function {
-            key,
-            name,
-            owner: self.inner.owner.clone(),
-        })
+        let registry: Weak<dyn Registry> = Arc::<Inner<D>>::downgrade(&self.inner);
+        Ok(Function::new(key, name, self.inner.owner.clone(), registry))
     }
 
     /// Ends the tree in order: waits for the work in flight, lets what is held own its memory, and drops every graph and function. Every later run is
@@ -249,6 +283,7 @@ impl<D: Device> GraphTrees<D> {
             .iter()
             .chain([&self.inner.stream])
             .try_for_each(|stream| device.synchronize(stream));
+        self.inner.unpin_all(&state);
         let counts = state.counts;
         let old = std::mem::replace(&mut *state, State::new());
         (state.down, state.counts) = (true, counts);
@@ -256,6 +291,68 @@ impl<D: Device> GraphTrees<D> {
         drop(state);
         drop(old);
         ended.and(waited.map_err(Error::from))
+    }
+
+    /// Removes all recordings of a function, with what was recorded below them: their graphs go at once, and the next [`trim`](Allocator::trim) gives back
+    /// what memory only they needed. Outputs that are held stay. The function stays registered, and warms up anew.
+    ///
+    /// # Errors
+    /// [`Error::ForeignHandle`]; [`Error::Nested`]; the pool's, with nothing removed.
+    pub fn invalidate(&self, function: &Function) -> Result<()> {
+        let Some(key) = function.key_in(&self.inner.owner) else {
+            return Err(Error::ForeignHandle { what: "function" });
+        };
+        let state = self.inner.enter(function.shared_name())?;
+        if state.down {
+            return Ok(());
+        }
+        self.inner.invalidate(state, key)
+    }
+
+    /// What the tree may keep from now on; what is above goes at once, as far as it is not in use.
+    pub fn set_budget(&self, budget: Budget) {
+        let mut state = lock(&self.inner.state);
+        state.budget = budget;
+        if state.busy.is_none() {
+            let removed = self.inner.make_room(&mut state, 0);
+            drop(state);
+            drop(removed);
+        }
+    }
+
+    /// Makes runs for these kinds of reasons errors ([`Error::Refused`]), in place of the kinds before: [`ReasonKind::EAGER`] for no fallbacks, with the
+    /// recordings besides for a service that is to be warm, none (`&[]`) as at the beginning.
+    pub fn refuse(&self, kinds: &[ReasonKind]) {
+        lock(&self.inner.state).refused = kinds.iter().fold(0, |all, kind| all | kind.bit());
+    }
+
+    /// Tells `hook` of advice from now on: once for each function and kind of reason it first ran eagerly for. It is called at the end of that run, without a
+    /// lock. (Advice is also a `tracing` warning.)
+    pub fn on_advice(&self, hook: impl Fn(&Advice) + Send + Sync + 'static) {
+        let old = lock(&self.inner.on_advice).replace(Arc::new(hook));
+        drop(old);
+    }
+
+    /// How often a function's runs did what, and why.
+    ///
+    /// # Errors
+    /// [`Error::ForeignHandle`].
+    pub fn report(&self, function: &Function) -> Result<FunctionReport> {
+        let key = function.key_in(&self.inner.owner);
+        let state = lock(&self.inner.state);
+        let Some(f) = key.and_then(|key| state.functions.get(key)) else {
+            return if state.down {
+                Err(Error::ShutDown)
+            } else {
+                Err(Error::ForeignHandle { what: "function" })
+            };
+        };
+        let counted = ReasonKind::ALL.into_iter().zip(f.reasons);
+        Ok(FunctionReport {
+            replays: f.replays,
+            recordings: f.recordings,
+            reasons: counted.filter(|(_, count)| *count > 0).collect(),
+        })
     }
 
     /// Opens a generation: a step of the program. See [`Step`] for what its token protects.
@@ -357,43 +454,70 @@ impl<D: Device> GraphTrees<D> {
     }
 }
 
-/// What is to be done with a call.
-enum Choice {
-    Replay(NodeKey),
-    Record,
-    Warmup,
-}
-
 impl<D: Device> Inner<D> {
     #[allow(clippy::too_many_arguments)] // the public face's, and where the result goes
     fn run(
         &self,
         function: &Function,
         step: &Step,
-        key: &[i64],
+        variant_key: &[i64],
         stream: &D::Stream,
         args: &mut [Arg<'_, D>],
         out: &mut Outputs<D>,
         at: &'static Location<'static>,
     ) -> Result<()> {
-        if !Arc::ptr_eq(&function.owner, &self.owner) {
+        let Some(key) = function.key_in(&self.owner) else {
             return Err(Error::ForeignHandle { what: "function" });
-        }
+        };
         if !Arc::ptr_eq(&step.generations, &self.generations) {
             return Err(Error::ForeignHandle { what: "step" });
         }
-        let mut state = self.enter(&function.name)?;
+        // Dropped after the lock.
+        let mut removed = None;
+        let mut state = self.enter(function.shared_name())?;
         if state.down {
             return Err(Error::ShutDown);
         }
         if self.captures(stream)? {
-            return self.inline(state, function, stream, args, out, at);
+            return self.inline(state, (function, key), stream, args, out, at);
         }
+        if self.untidy.load(Ordering::Acquire) {
+            removed = self.tidy(&mut state);
+        }
+        let done = self.decided(
+            state,
+            (function, key),
+            step,
+            variant_key,
+            stream,
+            args,
+            out,
+            at,
+        );
+        self.tidy_after();
+        self.deliver(removed);
+        done
+    }
+
+    /// Chooses what to do, and does it.
+    #[allow(clippy::too_many_arguments)] // as above
+    fn decided(
+        &self,
+        mut state: MutexGuard<'_, State<D>>,
+        (function, key): (&Function, FunctionKey),
+        step: &Step,
+        variant_key: &[i64],
+        stream: &D::Stream,
+        args: &mut [Arg<'_, D>],
+        out: &mut Outputs<D>,
+        at: &'static Location<'static>,
+    ) -> Result<()> {
+        let name = function.shared_name();
         let ended = self.generations.ended();
         if ended != state.seen_ended {
-            state.retire(&self.generations, ended, &function.name, at);
+            state.retire(&self.generations, ended, name, at);
         }
-        state.functions[function.key].check_bound()?;
+        state.functions[key].check_bound()?;
         let mut gives = false;
         for arg in &*args {
             if let Some(tensor) = arg.tensor() {
@@ -401,9 +525,9 @@ impl<D: Device> Inner<D> {
             }
             gives |= arg.is_given();
         }
-        let variant = state.functions[function.key].variant_or_new(key);
+        let variant = state.functions[key].variant_or_new(variant_key);
         let (choice, taken) = loop {
-            let choice = state.choose(function.key, variant, step.number(), args);
+            let choice = state.choose(key, variant, step.number(), args);
             let Choice::Replay(node) = choice else {
                 break (choice, Taken::new());
             };
@@ -412,20 +536,40 @@ impl<D: Device> Inner<D> {
                 break (choice, taken);
             }
         };
-        let call = Call {
-            function: function.key,
+        let mut call = Call {
+            function: key,
             variant,
-            name: &function.name,
+            name,
             generation: step.number(),
             stream,
             args,
             gives,
+            demoted: Demoted::new(),
             at,
         };
+        let reason = match &choice {
+            Choice::Replay(node) => return self.replay(state, *node, call, &taken, out),
+            Choice::Record(reason, _) | Choice::Warmup(reason) | Choice::Eager(reason) => *reason,
+            Choice::Refuse(_) => Reason::Skipped,
+        };
+        if let Choice::Refuse(error) = choice {
+            return Err(error);
+        }
+        if state.refused & reason.kind().bit() != 0 {
+            let function = name.clone();
+            return Err(Error::Refused { function, reason });
+        }
+        state.answered(key, reason);
+        if !state.advice.is_empty() {
+            self.untidy.store(true, Ordering::Release);
+        }
         match choice {
-            Choice::Replay(node) => self.replay(state, node, call, &taken, out),
-            Choice::Record => self.record(state, call, out),
-            Choice::Warmup => self.warmup(state, call, out),
+            Choice::Record(_, demoted) => {
+                call.demoted = demoted;
+                self.record(state, call, reason, out)
+            }
+            Choice::Warmup(_) => self.warmup(state, call, reason, out),
+            _ => self.eager(state, call, reason, out),
         }
     }
 
@@ -476,121 +620,15 @@ impl<D: Device> State<D> {
             busy: None,
             streams: SmallVec::new(),
             counts: Counts::default(),
+            places: HashMap::new(),
+            skips: 0,
+            budget: Budget::default(),
+            graph_bytes: 0,
+            refused: 0,
+            leaving: Vec::new(),
+            advice: Vec::new(),
             last_failure: None,
         }
-    }
-
-    /// What to do with a call, and where on the path: runs at the path's end of which nothing is held may be forgotten here, and a path of which
-    /// only other generations hold something may be carried along.
-    fn choose(
-        &mut self,
-        function: FunctionKey,
-        variant: usize,
-        generation: u64,
-        args: &[Arg<'_, D>],
-    ) -> Choice {
-        self.drop_carried();
-        while self.tip_is_exact() && self.tip_is_dead() {
-            self.cut_tip();
-        }
-        let warm = self.functions[function].variants[variant].warm;
-        if self.tip_is_warm() && warm && self.tip_is_before(generation) {
-            // Only warmups follow a warmup; but this is another generation, which need not wait until the warmup's outputs are let go.
-            self.carry_path();
-        }
-        if self.tip_is_warm() || !warm {
-            return Choice::Warmup;
-        }
-        loop {
-            if let Some(node) = self.admitted(function, variant, args) {
-                return Choice::Replay(node);
-            }
-            if !self.tip_is_dead() {
-                break;
-            }
-            self.cut_tip();
-        }
-        if self.tip_is_before(generation)
-            && let Some(node) = self.admitted_apart(function, variant, args)
-        {
-            self.carry_path();
-            return Choice::Replay(node);
-        }
-        if self.functions[function].variants[variant].pauses() {
-            return Choice::Warmup;
-        }
-        Choice::Record
-    }
-
-    /// The first recording of a variant below the tip that may be replayed.
-    fn admitted(
-        &self,
-        function: FunctionKey,
-        variant: usize,
-        args: &[Arg<'_, D>],
-    ) -> Option<NodeKey> {
-        let fits = |key: &NodeKey| {
-            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key)
-        };
-        match self.path.last() {
-            None => self.functions[function].variants[variant]
-                .roots
-                .iter()
-                .copied()
-                .find(fits),
-            Some(_) => {
-                let tip = self.tip()?;
-                self.nodes[tip]
-                    .children
-                    .iter()
-                    .filter(|(v, _)| *v == (function, variant))
-                    .map(|(_, node)| *node)
-                    .find(fits)
-            }
-        }
-    }
-
-    /// The first recording of a variant, wherever in the tree, that writes over nothing that is held: it may be replayed although the path is another.
-    fn admitted_apart(
-        &self,
-        function: FunctionKey,
-        variant: usize,
-        args: &[Arg<'_, D>],
-    ) -> Option<NodeKey> {
-        let mut all: Vec<NodeKey> = self
-            .nodes
-            .iter()
-            .filter(|(_, node)| node.variant == (function, variant))
-            .map(|(key, _)| key)
-            .collect();
-        all.sort_by_key(|key| self.nodes[*key].id);
-        all.into_iter().find(|key| {
-            let node = &self.nodes[*key];
-            // The path would be carried along, and so its outputs are copied in like others.
-            self.fits(*key, args, |_| false) && !self.all_held().any(|held| node.overwrites(held))
-        })
-    }
-
-    fn fits(
-        &self,
-        key: NodeKey,
-        args: &[Arg<'_, D>],
-        on_path: impl Fn(&Storage<D>) -> bool,
-    ) -> bool {
-        match admit(&self.nodes[key], args, on_path) {
-            Ok(()) => true,
-            Err(mismatch) => {
-                tracing::debug!(node = self.nodes[key].id.0, ?mismatch, "not replayed");
-                false
-            }
-        }
-    }
-
-    /// Whether a child of the tip would write over something that is held and that its masks do not speak of.
-    fn overwrites_others(&self, key: NodeKey) -> bool {
-        let node = &self.nodes[key];
-        let over = |entry: &Entry<D>| self.held(entry).any(|held| node.overwrites(held));
-        self.carried.iter().any(over) || (node.apart && self.path.iter().any(over))
     }
 }
 
@@ -619,6 +657,7 @@ impl<D: Device> Drop for Inner<D> {
         if let Err(error) = self.end(&mut state) {
             tracing::error!(%error, "the pool's books could not catch up with what is held at the tree's end");
         }
+        self.unpin_all(&state);
     }
 }
 

@@ -161,7 +161,12 @@ fn t3_03_captures_that_fail_are_answered_eagerly_and_tried_again_less_and_less()
         }
         let step = rig.trees.step();
         let (phase, out) = rig.phased(&f, &step, &x);
-        assert_eq!((phase, rig.read(&out)), (Phase::Warmup, vec![7.0]));
+        let want = if call == 0 {
+            Phase::Warmup
+        } else {
+            Phase::Eager
+        };
+        assert_eq!((phase, rig.read(&out)), (want, vec![7.0]));
         device.clear();
         if device.calls(Call::BeginCapture) > before {
             tried.push(call);

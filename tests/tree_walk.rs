@@ -294,7 +294,7 @@ impl<D: Device> Walk<D> {
             Phase::Warmup => 0,
             Phase::Record => 1,
             Phase::Replay => 2,
-            Phase::Inline => unreachable!("nothing captures"),
+            Phase::Inline | Phase::Eager => unreachable!("nothing captures"),
         }] += 1;
         self.depth += 1;
         // Reads below are on the first stream.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::device::{Device, DevicePtr, Mark};
 use crate::error::Result;
 use crate::pool::{
-    Adopt, Allocation, Checkpoint, LiveBlock, LiveCheck, PoolConfig, PoolError, PoolSnapshot,
+    Adopt, Allocation, Checkpoint, LiveBlock, LiveCheck, Pins, PoolConfig, PoolError, PoolSnapshot,
     PoolStats, Restored, SegmentId, Tag, Unclaimed,
 };
 use crate::storage::{Birth, Source, Storage, Tensor};
@@ -271,6 +271,15 @@ impl<D: Device> PoolHandle<D> {
                 blocks,
             }),
         }
+    }
+
+    /// Keeps the segments of these addresses from being given back, until [`unpin`](PoolHandle::unpin).
+    pub(crate) fn pin(&self, addresses: impl IntoIterator<Item = u64>) -> Pins {
+        with_pool(&self.shared, self.key, |p| p.pin(addresses))
+    }
+
+    pub(crate) fn unpin(&self, pins: &Pins) {
+        with_pool(&self.shared, self.key, |p| p.unpin(pins));
     }
 
     /// The pool's own checkpoint, for rooms that keep the list of owners themselves.

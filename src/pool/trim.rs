@@ -12,7 +12,7 @@ pub struct Trimmed {
 }
 
 impl<B: Backing> Pool<B> {
-    /// Gives back every segment that is one free block, unless a checkpoint that is held has a live block in it.
+    /// Gives back every segment that is one free block, unless it is pinned, or a checkpoint that is held has a live block in it.
     /// O(segments of all checkpoints), and the backing's time.
     ///
     /// # Errors
@@ -62,8 +62,10 @@ impl<B: Backing> Pool<B> {
     /// Whether the segment at a position is one free block, now and in every state that is held and knows it.
     fn may_go(&self, at: usize) -> bool {
         let segment = &self.segments.as_slice()[at];
-        self.books
-            .is_one_free_block(self.books.state.heads[at], segment.bytes)
+        !self.pinned.contains_key(&segment.number)
+            && self
+                .books
+                .is_one_free_block(self.books.state.heads[at], segment.bytes)
             && self.saved.iter().filter(|saved| saved.held).all(|saved| {
                 match saved
                     .state

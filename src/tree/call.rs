@@ -7,6 +7,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::args::{Arg, Inputs, Slot};
+use super::decide::Demoted;
 use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
 use super::recorder::Recorder;
@@ -27,6 +28,8 @@ pub(super) struct Call<'c, 'a, D: Device> {
     pub(super) args: &'c mut [Arg<'a, D>],
     /// Whether an input is given.
     pub(super) gives: bool,
+    /// Passed inputs that are copied although they would be used in place.
+    pub(super) demoted: Demoted,
     pub(super) at: &'static Location<'static>,
 }
 
@@ -94,10 +97,10 @@ impl<D: Device> Inner<D> {
                 ),
                 Arg::Taken => return Err(taken(call.name, index)),
                 Arg::Lend(tensor) => {
-                    self.place_tensor(state, function, index, tensor, false, &mut placed, born)?
+                    self.place_tensor(state, call, index, tensor, &mut placed, born)?
                 }
                 Arg::Give(tensor) => {
-                    self.place_tensor(state, function, index, tensor, true, &mut placed, born)?
+                    self.place_tensor(state, call, index, tensor, &mut placed, born)?
                 }
             };
             placed.specs.push(spec);
@@ -147,14 +150,12 @@ impl<D: Device> Inner<D> {
     }
 
     /// One tensor's kind, and what the closure gets for it; `None` for an output of the path that is given.
-    #[allow(clippy::too_many_arguments)] // one call site, where all of them are at hand
     fn place_tensor(
         &self,
         state: &State<D>,
-        function: &FunctionState<D>,
+        call: &Call<'_, '_, D>,
         index: usize,
         tensor: &Tensor<D>,
-        given: bool,
         placed: &mut Placed<D>,
         born: &Born<D>,
     ) -> Result<(InputSpec<D>, Option<Slot<D>>)> {
@@ -162,23 +163,29 @@ impl<D: Device> Inner<D> {
         let Some(storage) = tensor.storage() else {
             return Ok((InputSpec::Empty, Some(Slot::Tensor(tensor.clone()))));
         };
-        if state.on_path(storage) {
+        let (function, arg) = (&state.functions[call.function], &call.args[index]);
+        let declared = function.is_static(function.position(index));
+        let managed = state.on_path(storage);
+        let demoted = call.demoted.contains(&index) || (declared && !function.in_place(index, arg));
+        if managed && !demoted {
             let spec = InputSpec::Managed {
                 storage: storage.clone(),
                 offset: tensor.offset(),
                 bytes,
             };
-            return Ok((spec, (!given).then(|| Slot::Tensor(tensor.clone()))));
-        }
-        if function.is_static(function.position(index)) {
             return Ok((
-                InputSpec::Static {
-                    ptr: tensor.address(),
-                    bytes,
-                    whole: None,
-                },
-                Some(Slot::Tensor(tensor.clone())),
+                spec,
+                (!arg.is_given()).then(|| Slot::Tensor(tensor.clone())),
             ));
+        }
+        if declared && !demoted {
+            let spec = InputSpec::Static {
+                ptr: tensor.address(),
+                bytes,
+                whole: None,
+                storage: storage.is_eternal().then(|| Arc::downgrade(storage)),
+            };
+            return Ok((spec, Some(Slot::Tensor(tensor.clone()))));
         }
         let place = self.pool.alloc_at(&self.stream, bytes, tensor.made_at())?;
         born.note(&place);
@@ -187,7 +194,8 @@ impl<D: Device> Inner<D> {
             bytes,
         });
         placed.sources.push(tensor.address());
-        Ok((InputSpec::Copied { bytes }, Some(Slot::Tensor(place))))
+        let spec = InputSpec::Copied { bytes, demoted };
+        Ok((spec, Some(Slot::Tensor(place))))
     }
 
     fn give_in(

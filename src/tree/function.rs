@@ -1,13 +1,17 @@
 //! Functions: what is registered, and its variants by key.
 
 use std::fmt;
-use std::sync::Arc;
+use std::panic::Location;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 use smallvec::SmallVec;
 
 use super::args::{BodyResult, Inputs, Value};
+use super::policy::{Limits, MovePolicy};
+use super::reason::ReasonKind;
 use super::recorder::Recorder;
+use super::remove::Registry;
 use super::{FunctionKey, NodeKey};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -23,9 +27,37 @@ pub(super) type Key = SmallVec<[i64; 4]>;
 /// The declaration of a function, for [`GraphTrees::register`](crate::GraphTrees::register).
 pub struct FunctionSpec<D: Device> {
     pub(super) name: Arc<str>,
-    pub(super) statics: Vec<usize>,
+    pub(super) statics: Vec<(usize, &'static Location<'static>)>,
     pub(super) bound: Vec<(usize, Bound<D>)>,
     pub(super) skip_warmup: bool,
+    pub(super) settings: Settings,
+}
+
+/// What a function declares besides its inputs.
+#[derive(Clone, Debug)]
+pub(super) struct Settings {
+    /// Positions that it writes to, sorted.
+    pub(super) mutates: Vec<usize>,
+    /// Addresses of static inputs that are used in place are multiples of this.
+    pub(super) align: u64,
+    pub(super) limits: Limits,
+    pub(super) on_static_move: MovePolicy,
+    pub(super) on_managed_move: MovePolicy,
+    /// The keys that are captured; all if `None`.
+    pub(super) keys: Option<Vec<Key>>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Settings {
+            mutates: Vec::new(),
+            align: 1,
+            limits: Limits::default(),
+            on_static_move: MovePolicy::RECORD,
+            on_managed_move: MovePolicy::RECORD,
+            keys: None,
+        }
+    }
 }
 
 /// What an input was bound to at registration. Tensors are held weakly.
@@ -43,13 +75,69 @@ impl<D: Device> FunctionSpec<D> {
             statics: Vec::new(),
             bound: Vec::new(),
             skip_warmup: false,
+            settings: Settings::default(),
         }
     }
 
-    /// The input at `position` keeps its address from call to call; it is never copied, and another address is another recording.
+    /// The input at `position` keeps its address from call to call; it is never copied, and another address is another recording (or what
+    /// [`on_static_move`](FunctionSpec::on_static_move) says). Held weakly: when the tensor dies, the recordings that have its address go.
+    #[track_caller]
     #[must_use]
     pub fn static_input(mut self, position: usize) -> Self {
-        self.statics.push(position);
+        self.statics.push((position, Location::caller()));
+        self
+    }
+
+    /// The function writes to the input at `position`, and the caller is to see it. That is so where the input is used in place: where it is static, or an
+    /// output of the path. In any other call the function runs eagerly ([`Reason::InputMutated`](crate::Reason::InputMutated)).
+    #[must_use]
+    pub fn mutates(mut self, position: usize) -> Self {
+        self.settings.mutates.push(position);
+        self.settings.mutates.sort_unstable();
+        self
+    }
+
+    /// The function wants its inputs at multiples of `bytes`. A static input at another address is copied in as if it were not static (and if the
+    /// function writes to it, the call runs eagerly). Copied inputs lie at multiples of 512 anyway.
+    #[must_use]
+    pub fn align(mut self, bytes: u64) -> Self {
+        self.settings.align = bytes.max(1);
+        self
+    }
+
+    /// What is done when a static input has moved; by default it is recorded again, each time.
+    #[must_use]
+    pub fn on_static_move(mut self, policy: MovePolicy) -> Self {
+        self.settings.on_static_move = policy;
+        self
+    }
+
+    /// What is done when an input that was an output of the path is another, or none, at a later call; by default it is recorded again, each time.
+    #[must_use]
+    pub fn on_managed_move(mut self, policy: MovePolicy) -> Self {
+        self.settings.on_managed_move = policy;
+        self
+    }
+
+    /// How many recordings the function may have, of all keys and at all places of the tree; 1,024 unless said. Beyond, what is not recorded runs eagerly.
+    #[must_use]
+    pub fn max_recordings(mut self, recordings: usize) -> Self {
+        self.settings.limits.recordings = recordings;
+        self
+    }
+
+    /// How many recordings of one key there may be at one place of the tree; 128 unless said. Beyond, what is not recorded runs eagerly.
+    #[must_use]
+    pub fn max_recordings_at_a_place(mut self, recordings: usize) -> Self {
+        self.settings.limits.at_a_place = recordings;
+        self
+    }
+
+    /// Only these keys are captured, the others run eagerly.
+    #[must_use]
+    pub fn capture_keys<'k>(mut self, keys: impl IntoIterator<Item = &'k [i64]>) -> Self {
+        let keys = keys.into_iter().map(Key::from_slice).collect();
+        self.settings.keys = Some(keys);
         self
     }
 
@@ -89,24 +177,66 @@ impl<D: Device> fmt::Debug for FunctionSpec<D> {
 }
 
 /// A registered function. Clones are the same function.
+///
+/// When the last clone is dropped, the function is unregistered: its recordings go, with all that was recorded below them, their graphs and what memory only they
+/// needed; and its closure is dropped. Outputs that are held stay. At once, or (dropped while a closure of the tree is running) when that run ends.
+/// A closure that holds a clone of its own function keeps it; [`GraphTrees::invalidate`](crate::GraphTrees::invalidate) does not mind.
 #[derive(Clone)]
 pub struct Function {
-    pub(super) key: FunctionKey,
-    pub(super) name: Arc<str>,
-    pub(super) owner: Arc<()>,
+    registration: Arc<Registration>,
+}
+
+struct Registration {
+    key: FunctionKey,
+    name: Arc<str>,
+    owner: Arc<()>,
+    registry: Weak<dyn Registry>,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if let Some(registry) = self.registry.upgrade() {
+            registry.leave(self.key);
+        }
+    }
 }
 
 impl Function {
+    pub(super) fn new(
+        key: FunctionKey,
+        name: Arc<str>,
+        owner: Arc<()>,
+        registry: Weak<dyn Registry>,
+    ) -> Self {
+        Function {
+            registration: Arc::new(Registration {
+                key,
+                name,
+                owner,
+                registry,
+            }),
+        }
+    }
+
     /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.name
+        &self.registration.name
+    }
+
+    pub(super) fn shared_name(&self) -> &Arc<str> {
+        &self.registration.name
+    }
+
+    /// Its key in the tree that `owner` is of; `None` if it is another's.
+    pub(super) fn key_in(&self, owner: &Arc<()>) -> Option<FunctionKey> {
+        Arc::ptr_eq(&self.registration.owner, owner).then_some(self.registration.key)
     }
 }
 
 impl fmt::Debug for Function {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Function({})", self.name)
+        write!(f, "Function({})", self.name())
     }
 }
 
@@ -115,14 +245,31 @@ pub(super) struct FunctionState<D: Device> {
     pub(super) number: u32,
     pub(super) name: Arc<str>,
     pub(super) body: Body<D>,
-    /// Declared static, by position, sorted.
-    pub(super) statics: Vec<usize>,
+    /// Declared static, by position, sorted, and where.
+    pub(super) statics: Vec<(usize, &'static Location<'static>)>,
     /// Bound at registration, by position, sorted.
     pub(super) bound: Vec<(usize, Bound<D>)>,
     /// Raised by the death of a bound storage.
     pub(super) bound_died: Arc<AtomicBool>,
     pub(super) skip_warmup: bool,
     pub(super) variants: Vec<Variant>,
+    pub(super) settings: Settings,
+    /// Recordings of it that are there.
+    pub(super) recordings: usize,
+    /// Its runs that were replays.
+    pub(super) replays: u64,
+    /// How often each kind of reason was the answer.
+    pub(super) reasons: [u64; ReasonKind::ALL.len()],
+    /// The kinds that advice was given for.
+    pub(super) advised: u16,
+}
+
+impl<D: Device> std::ops::Deref for FunctionState<D> {
+    type Target = Settings;
+
+    fn deref(&self) -> &Settings {
+        &self.settings
+    }
 }
 
 /// One key of a function.
@@ -180,7 +327,22 @@ impl<D: Device> FunctionState<D> {
     }
 
     pub(super) fn is_static(&self, position: usize) -> bool {
-        self.statics.binary_search(&position).is_ok()
+        self.statics
+            .binary_search_by_key(&position, |(declared, _)| *declared)
+            .is_ok()
+    }
+
+    /// Whether the function writes to the input at a position.
+    pub(super) fn mutates(&self, position: usize) -> bool {
+        self.settings.mutates.binary_search(&position).is_ok()
+    }
+
+    /// Whether a variant is one to capture.
+    pub(super) fn captures_key(&self, variant: usize) -> bool {
+        self.settings
+            .keys
+            .as_ref()
+            .is_none_or(|keys| keys.contains(&self.variants[variant].key))
     }
 
     /// The index of a key's variant.

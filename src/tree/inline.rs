@@ -14,7 +14,7 @@ use super::args::{Arg, Inputs, Slot};
 use super::call::{Outcome, all_bound_fit, taken};
 use super::function::{BoundInput, Function, FunctionState};
 use super::outputs::Outputs;
-use super::{Inner, State};
+use super::{FunctionKey, Inner, State};
 use crate::allocator::{Born, PoolHandle, PoolOptions};
 use crate::device::{Call, CaptureStatus, Code, Device, DeviceError};
 use crate::error::{Error, Phase, Result};
@@ -60,16 +60,16 @@ impl<D: Device> Inner<D> {
     pub(super) fn inline<'s>(
         &'s self,
         state: MutexGuard<'s, State<D>>,
-        function: &Function,
+        (function, key): (&Function, FunctionKey),
         stream: &D::Stream,
         args: &mut [Arg<'_, D>],
         out: &mut Outputs<D>,
         at: &'static Location<'static>,
     ) -> Result<()> {
-        let span = debug_span!("inline", function = %function.name);
+        let span = debug_span!("inline", function = %function.name());
         let _entered = span.enter();
-        let inputs = state.functions[function.key].inputs_as_they_are(args)?;
-        let body = state.functions[function.key].body.clone();
+        let inputs = state.functions[key].inputs_as_they_are(args)?;
+        let body = state.functions[key].body.clone();
         let pool = self.inline_pool()?;
         let born = Born::new();
         let (mut state, outcome) = self.unlocked(state, || {
@@ -77,7 +77,7 @@ impl<D: Device> Inner<D> {
         });
         lock(&self.inlined).keep(&pool, stream, &born.storages(), at);
         let failed = |source| Error::Function {
-            function: function.name.clone(),
+            function: function.shared_name().clone(),
             phase: Phase::Inline,
             source,
         };
@@ -93,7 +93,7 @@ impl<D: Device> Inner<D> {
             output.check()?;
         }
         state.counts.inlined += 1;
-        out.hand_out(Phase::Inline, None, outputs, at);
+        out.hand_out(Phase::Inline, None, None, outputs, at);
         for given in args.iter_mut().filter_map(Arg::take) {
             // The caller's graph reads it at every launch. An output of the tree goes the way of all outputs.
             if given.storage().is_some_and(|s| s.is_eternal()) {

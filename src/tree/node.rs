@@ -1,7 +1,7 @@
 //! A node: one recording, what it took, what it gives, and when it may be replayed.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use smallvec::SmallVec;
 
@@ -9,7 +9,7 @@ use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
 use crate::allocator::PoolHandle;
 use crate::device::{Device, DevicePtr, GraphInfo};
-use crate::pool::{Allocation, Checkpoint};
+use crate::pool::{Allocation, Checkpoint, Pins};
 use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
 
 /// A node's number within its tree, in order of recording. Never reused.
@@ -34,6 +34,10 @@ pub(super) struct Node<D: Device> {
     pub(super) must_be_dead: Box<[DeadBits]>,
     /// The addresses that the graph may write in the pool: disjoint, ascending.
     pub(super) footprint: Box<[Range<u64>]>,
+    /// The segments they lie in, kept as long as the node.
+    pub(super) pins: Pins,
+    /// When it was used last, by the tree's count of recordings and replays.
+    pub(super) used: u64,
     /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
     pub(super) consumed: Box<[Consumed<D>]>,
     pub(super) outputs: Box<[OutputSpec<D>]>,
@@ -72,14 +76,16 @@ pub(super) enum InputSpec<D: Device> {
         offset: u64,
         bytes: u64,
     },
-    /// Declared static, at this address. `storage` is the place of the whole storage where an output is a view of it.
+    /// Declared static, at this address. `whole` is the place of the whole storage where an output is a view of it. Of memory outside of trees, the storage
+    /// is watched: when it dies, the node goes.
     Static {
         ptr: DevicePtr,
         bytes: u64,
         whole: Option<(DevicePtr, u64)>,
+        storage: Option<Weak<Storage<D>>>,
     },
-    /// Copied into the pool.
-    Copied { bytes: u64 },
+    /// Copied into the pool. `demoted`: although it is an output of the path, perhaps.
+    Copied { bytes: u64, demoted: bool },
     /// A host value.
     Value(Value),
 }

@@ -7,6 +7,7 @@ use std::panic::Location;
 use smallvec::SmallVec;
 
 use super::node::NodeId;
+use super::reason::Reason;
 use crate::device::Device;
 use crate::error::Phase;
 use crate::storage::Tensor;
@@ -16,6 +17,7 @@ pub struct Outputs<D: Device> {
     tensors: SmallVec<[Tensor<D>; 4]>,
     phase: Phase,
     node: Option<NodeId>,
+    reason: Option<Reason>,
 }
 
 impl<D: Device> Outputs<D> {
@@ -26,6 +28,7 @@ impl<D: Device> Outputs<D> {
             tensors: SmallVec::new(),
             phase: Phase::Replay,
             node: None,
+            reason: None,
         }
     }
 
@@ -35,10 +38,16 @@ impl<D: Device> Outputs<D> {
         self.phase
     }
 
-    /// The node that was recorded or replayed; `None` after a warmup, and inside a capture of the caller's.
+    /// The node that was recorded or replayed; `None` after a warmup, an eager run, and inside a capture of the caller's.
     #[must_use]
     pub fn node(&self) -> Option<NodeId> {
         self.node
+    }
+
+    /// Why the run was no replay; `None` if it was one, and inside a capture of the caller's.
+    #[must_use]
+    pub fn reason(&self) -> Option<Reason> {
+        self.reason
     }
 
     /// Drops the outputs and keeps the room.
@@ -56,9 +65,9 @@ impl<D: Device> Outputs<D> {
         }
     }
 
-    pub(super) fn begin(&mut self, phase: Phase, node: Option<NodeId>) {
+    pub(super) fn begin(&mut self, phase: Phase, node: Option<NodeId>, reason: Option<Reason>) {
         self.tensors.clear();
-        (self.phase, self.node) = (phase, node);
+        (self.phase, self.node, self.reason) = (phase, node, reason);
     }
 
     pub(super) fn push(&mut self, tensor: Tensor<D>) {
@@ -69,10 +78,11 @@ impl<D: Device> Outputs<D> {
         &mut self,
         phase: Phase,
         node: Option<NodeId>,
+        reason: Option<Reason>,
         tensors: Vec<Tensor<D>>,
         at: &'static Location<'static>,
     ) {
-        self.begin(phase, node);
+        self.begin(phase, node, reason);
         self.tensors
             .extend(tensors.into_iter().map(|t| t.remade_at(at)));
     }

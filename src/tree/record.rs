@@ -14,11 +14,12 @@ use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
 use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
+use super::reason::Reason;
 use super::{Inner, State};
 use crate::allocator::{Born, Claim};
 use crate::device::{CaptureMode, CaptureStatus, Device, DeviceError};
 use crate::error::{BoxError, Error, Phase, Result};
-use crate::pool::Tag;
+use crate::pool::{Pins, Tag};
 use crate::storage::{Storage, Tensor};
 
 /// Why there is no recording.
@@ -42,6 +43,7 @@ struct Recorded<D: Device> {
     given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
     footprint: Box<[Range<u64>]>,
+    pins: Pins,
 }
 
 impl<D: Device> Inner<D> {
@@ -50,6 +52,7 @@ impl<D: Device> Inner<D> {
         &'s self,
         mut state: MutexGuard<'s, State<D>>,
         mut call: Call<'_, '_, D>,
+        reason: Reason,
         out: &mut Outputs<D>,
     ) -> Result<()> {
         let span = debug_span!("record", function = %call.name);
@@ -57,6 +60,8 @@ impl<D: Device> Inner<D> {
         // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let held = state.hold(call.args);
         self.order(&mut state, call.stream)?;
+        // Before the new graph is made, so that there are never more than the budget says.
+        let mut evicted = self.make_room(&mut state, 1);
         self.catch_up(&mut state, call.stream)?;
         // The closure may see the last handle go: the graph reads them when it is launched.
         let _bound = state.functions[call.function].bound_inputs()?;
@@ -66,8 +71,12 @@ impl<D: Device> Inner<D> {
         match recorded {
             Ok(recorded) => {
                 state.use_stream(call.stream);
-                self.commit(&mut state, &call, &before, recorded, out);
+                state.charge(call.function, reason);
+                self.commit(&mut state, &call, &before, recorded, reason, out);
                 self.give_up(&mut call);
+                evicted.extend(self.make_room(&mut state, 0));
+                drop(state);
+                drop(evicted);
                 Ok(())
             }
             Err(Undone::Call(error)) => Err(error),
@@ -80,8 +89,10 @@ impl<D: Device> Inner<D> {
                 state.counts.failed_captures += 1;
                 state.functions[call.function].variants[call.variant].capture_failed();
                 state.last_failure = Some(error);
-                drop((entered, held));
-                self.warmup(state, call, out)
+                drop((entered, held, evicted));
+                let reason = Reason::CaptureFailed;
+                state.answered(call.function, reason);
+                self.eager(state, call, reason, out)
             }
         }
     }
@@ -120,6 +131,8 @@ impl<D: Device> Inner<D> {
             self.call_body(&body, inputs, Phase::Record, &born)
         });
         let storages = born.storages();
+        // Before the capture is over, and with it the time in which nothing is given back.
+        let pins = self.pool.pin(storages.iter().map(|s| s.ptr().0));
         let ended = match outcome {
             Outcome::Returned(outputs) => {
                 self.finish(&state, call, &mut placed, &storages, outputs, serial)
@@ -153,9 +166,11 @@ impl<D: Device> Inner<D> {
                     given,
                     outputs,
                     footprint: footprint(&storages),
+                    pins,
                 }),
             ),
             Err(undone) => {
+                self.pool.unpin(&pins);
                 self.drop_survivors(call, &storages);
                 let undone = match self.roll_back(call, given) {
                     Ok(()) => undone,
@@ -293,6 +308,7 @@ impl<D: Device> Inner<D> {
         call: &Call<'_, '_, D>,
         before: &[SmallVec<[u64; 2]>],
         recorded: Recorded<D>,
+        reason: Reason,
         out: &mut Outputs<D>,
     ) {
         let Recorded {
@@ -302,6 +318,7 @@ impl<D: Device> Inner<D> {
             given,
             outputs,
             footprint,
+            pins,
         } = recorded;
         // Given and kept inside: the caller's again, and not to die between the looks that follow.
         let _kept: Vec<_> = given
@@ -359,6 +376,16 @@ impl<D: Device> Inner<D> {
             .filter(|(_, spec)| matches!(spec, InputSpec::Copied { .. }))
             .map(|(index, _)| index)
             .collect();
+        for spec in &placed.specs {
+            if let InputSpec::Static {
+                storage: Some(weak),
+                ..
+            } = spec
+                && let Some(storage) = weak.upgrade()
+            {
+                storage.watch(&self.untidy);
+            }
+        }
         let node = state.nodes.insert(Node {
             id,
             variant,
@@ -373,6 +400,8 @@ impl<D: Device> Inner<D> {
             inputs: placed.specs.into(),
             must_be_dead: must_be_dead.into(),
             footprint,
+            pins,
+            used: state.counts.uses(),
             consumed: consumed.into(),
             outputs: sorted.specs.into(),
             slots: sorted.slots.into(),
@@ -398,10 +427,12 @@ impl<D: Device> Inner<D> {
                 replayed: false,
             },
         });
-        let recorded = &mut state.functions[call.function].variants[call.variant];
-        recorded.warm = true;
-        recorded.captured();
-        out.hand_out(Phase::Record, Some(id), outputs, call.at);
+        state.graph_bytes += state.nodes[node].graph.info.exec_bytes();
+        let f = &mut state.functions[call.function];
+        f.recordings += 1;
+        f.variants[call.variant].warm = true;
+        f.variants[call.variant].captured();
+        out.hand_out(Phase::Record, Some(id), Some(reason), outputs, call.at);
     }
 }
 

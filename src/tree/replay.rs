@@ -73,6 +73,7 @@ impl<D: Device> Inner<D> {
         }
         trace!(node = node.id.0, "replay");
         state.use_stream(call.stream);
+        let used = state.counts.uses();
         let node = &mut state.nodes[key];
 
         for (consumed, word) in node.consumed.iter().zip(taken) {
@@ -81,11 +82,12 @@ impl<D: Device> Inner<D> {
                 consumed.storage.end(*word);
             }
         }
-        out.begin(Phase::Replay, Some(node.id));
+        out.begin(Phase::Replay, Some(node.id), None);
         for (storage, outputs) in &node.slots {
             storage.hand_out(*outputs);
         }
         node.live.set_all(node.slots.len());
+        node.used = used;
         for output in &node.outputs {
             let tensor = match output {
                 OutputSpec::Fresh {
@@ -126,6 +128,7 @@ impl<D: Device> Inner<D> {
         });
         state.books_exact = false;
         state.counts.replays += 1;
+        state.functions[call.function].replays += 1;
         if call.gives {
             self.give_up(&mut call);
         }

@@ -25,6 +25,17 @@ pub struct Counts {
     pub failed_captures: u64,
     /// Runs inside a capture of the caller's.
     pub inlined: u64,
+    /// Runs that were eager, outside of the tree.
+    pub eager: u64,
+    /// Nodes removed.
+    pub removed: u64,
+}
+
+impl Counts {
+    /// A clock of the tree: recordings and replays.
+    pub(super) fn uses(&self) -> u64 {
+        u64::from(self.recordings) + self.replays
+    }
 }
 
 /// A tree at one moment.
@@ -326,7 +337,7 @@ impl<D: Device> State<D> {
                 }
             }
             InputSpec::Static { bytes, .. } => InputView::Static { bytes: *bytes },
-            InputSpec::Copied { bytes } => InputView::Copied { bytes: *bytes },
+            InputSpec::Copied { bytes, .. } => InputView::Copied { bytes: *bytes },
             InputSpec::Value(_) => InputView::Value,
         };
         let output = |output: &OutputSpec<D>| match output {

@@ -1,6 +1,6 @@
 //! Warmup: a function runs eagerly, with its memory in the tree's pool.
 //!
-//! It is how a function's first run is done, how everything below a warmup is, and how a call is answered whose capture failed.
+//! It is how a function's first run is done, and how everything below a warmup is.
 
 use std::sync::MutexGuard;
 
@@ -9,6 +9,7 @@ use tracing::debug_span;
 use super::call::{Call, Outcome};
 use super::outputs::Outputs;
 use super::path::{Entry, Run, Warm};
+use super::reason::Reason;
 use super::{Inner, State};
 use crate::allocator::Born;
 use crate::device::Device;
@@ -21,6 +22,7 @@ impl<D: Device> Inner<D> {
         &'s self,
         mut state: MutexGuard<'s, State<D>>,
         mut call: Call<'_, '_, D>,
+        reason: Reason,
         out: &mut Outputs<D>,
     ) -> Result<()> {
         let span = debug_span!("warmup", function = %call.name);
@@ -112,7 +114,7 @@ impl<D: Device> Inner<D> {
         });
         state.functions[call.function].variants[call.variant].warm = true;
         state.counts.warmups += 1;
-        out.hand_out(Phase::Warmup, None, outputs, call.at);
+        out.hand_out(Phase::Warmup, None, Some(reason), outputs, call.at);
         self.give_up(&mut call);
         Ok(())
     }

@@ -1,0 +1,374 @@
+//! What is done with a call: one function, one answer, and why.
+
+use smallvec::SmallVec;
+
+use super::admit::{Mismatch, admit, differences};
+use super::args::Arg;
+use super::function::FunctionState;
+use super::node::OutputSpec;
+use super::path::Entry;
+use super::policy::OnMove;
+use super::reason::{Advice, Reason};
+use super::{FunctionKey, NodeKey, State};
+use crate::device::Device;
+use crate::error::{Error, MovedInput};
+use crate::storage::{Storage, Tensor};
+
+/// Passed inputs that are copied although they are declared static, or are outputs of the path.
+pub(super) type Demoted = SmallVec<[usize; 4]>;
+
+/// What is to be done with a call.
+pub(super) enum Choice {
+    Replay(NodeKey),
+    Record(Reason, Demoted),
+    Warmup(Reason),
+    Eager(Reason),
+    Refuse(Error),
+}
+
+/// A function below one node (or at the root): what it did there on account of inputs that moved.
+#[derive(Debug, Default)]
+pub(super) struct Place {
+    /// Recordings on account of static inputs.
+    static_moves: u32,
+    /// Recordings on account of outputs of the path.
+    managed_moves: u32,
+    /// It is skipped here.
+    skip: bool,
+}
+
+impl Place {
+    pub(super) fn is_skipped(&self) -> bool {
+        self.skip
+    }
+}
+
+impl<D: Device> State<D> {
+    /// What to do with a call, and where on the path: runs at the path's end of which nothing is held may be forgotten here, and a path of which
+    /// only other generations hold something may be carried along.
+    pub(super) fn choose(
+        &mut self,
+        function: FunctionKey,
+        variant: usize,
+        generation: u64,
+        args: &[Arg<'_, D>],
+    ) -> Choice {
+        self.drop_carried();
+        while self.tip_is_exact() && self.tip_is_dead() {
+            self.cut_tip();
+        }
+        let f = &self.functions[function];
+        let warm = f.variants[variant].warm;
+        if !f.captures_key(variant) {
+            return Choice::Eager(Reason::KeyNotCaptured);
+        }
+        if let Some(input) = self.mutated_copy(f, args) {
+            return Choice::Eager(Reason::InputMutated(input));
+        }
+        if self.tip_is_warm() && warm && self.tip_is_before(generation) {
+            // Only warmups follow a warmup; but this is another generation, which need not wait until the warmup's outputs are let go.
+            self.carry_path();
+        }
+        if !warm {
+            return Choice::Warmup(Reason::NotWarm);
+        }
+        if self.tip_is_warm() {
+            return Choice::Warmup(Reason::BelowWarmup);
+        }
+        loop {
+            if self.skips > 0 && self.is_skipped(function) {
+                return Choice::Eager(Reason::Skipped);
+            }
+            if let Some(node) = self.admitted(function, variant, args) {
+                return Choice::Replay(node);
+            }
+            if !self.tip_is_dead() {
+                break;
+            }
+            self.cut_tip();
+        }
+        if self.tip_is_before(generation)
+            && let Some(node) = self.admitted_apart(function, variant, args)
+        {
+            self.carry_path();
+            return Choice::Replay(node);
+        }
+        self.not_admitted(function, variant, args)
+    }
+
+    /// What to do where nothing that is recorded fits.
+    fn not_admitted(
+        &mut self,
+        function: FunctionKey,
+        variant: usize,
+        args: &[Arg<'_, D>],
+    ) -> Choice {
+        let siblings = self.siblings(function, variant);
+        let mut demoted = Demoted::new();
+        let reason = match siblings.last() {
+            None => Reason::FirstRecording,
+            Some(last) => {
+                if let Some(choice) = self.on_move(function, &siblings, args, &mut demoted) {
+                    return choice;
+                }
+                Reason::Changed(self.mismatch(*last, args))
+            }
+        };
+        let f = &mut self.functions[function];
+        if f.variants[variant].pauses() {
+            return Choice::Eager(Reason::CaptureFailed);
+        }
+        if f.recordings >= f.limits.recordings {
+            return Choice::Eager(Reason::RecordingLimit);
+        }
+        if siblings.len() >= f.limits.at_a_place {
+            return Choice::Eager(Reason::PlaceLimit);
+        }
+        if self.nodes.len() >= self.budget.graphs && self.least_recently_used().is_none() {
+            return Choice::Eager(Reason::GraphBudget);
+        }
+        Choice::Record(reason, demoted)
+    }
+
+    /// An input that the function writes, and that it would get a copy of.
+    fn mutated_copy(&self, function: &FunctionState<D>, args: &[Arg<'_, D>]) -> Option<usize> {
+        if function.mutates.is_empty() {
+            return None;
+        }
+        let written = |index: &usize| {
+            let storage = args[*index].tensor().and_then(Tensor::storage);
+            function.mutates(function.position(*index))
+                && storage.is_some_and(|s| !self.on_path(s))
+                && !function.in_place(*index, &args[*index])
+        };
+        (0..args.len()).find(written)
+    }
+
+    /// Follows the function's policy for inputs that move, where moves are all that hinders one of the recordings. `None`: record, with `demoted` copied.
+    fn on_move(
+        &mut self,
+        function: FunctionKey,
+        siblings: &[NodeKey],
+        args: &[Arg<'_, D>],
+        demoted: &mut Demoted,
+    ) -> Option<Choice> {
+        let (sibling, moves) = siblings.iter().rev().find_map(|key| {
+            let all = self.differences(*key, args);
+            (!all.is_empty() && all.iter().all(Mismatch::is_move)).then_some((*key, all))
+        })?;
+        let place = (self.tip(), function);
+        let (statics, managed) = self
+            .places
+            .get(&place)
+            .map_or((0, 0), |p| (p.static_moves, p.managed_moves));
+        let f = &self.functions[function];
+        let mut then = OnMove::Record;
+        for mismatch in &moves {
+            let is_static = matches!(mismatch, Mismatch::StaticMoved { .. });
+            let (policy, count) = if is_static {
+                (f.on_static_move, statics)
+            } else {
+                (f.on_managed_move, managed)
+            };
+            if count < policy.after {
+                continue;
+            }
+            // What escapes as an output, or is written, is the function's to have in place.
+            let escapes = |o: &OutputSpec<D>| matches!(o, OutputSpec::Input { input, .. } if Some(*input) == mismatch.input());
+            if policy.then != OnMove::Error && self.nodes[sibling].outputs.iter().any(escapes) {
+                continue;
+            }
+            match (policy.then, mismatch.input()) {
+                (OnMove::Record, _) | (_, None) => {}
+                (OnMove::Copy, Some(input)) if f.mutates(f.position(input)) => {}
+                (OnMove::Copy, Some(input)) => demoted.push(input),
+                (other, _) => then = other,
+            }
+        }
+        let first = moves[0];
+        match then {
+            OnMove::Record | OnMove::Copy => None,
+            OnMove::Eager => Some(Choice::Eager(Reason::InputMoved(first))),
+            OnMove::Skip => {
+                self.places.entry(place).or_default().skip = true;
+                self.skips += 1;
+                Some(Choice::Eager(Reason::InputMoved(first)))
+            }
+            OnMove::Error => {
+                let moved = moves.iter().filter_map(|m| f.moved(m)).collect();
+                Some(Choice::Refuse(Error::InputMoved {
+                    function: f.name.clone(),
+                    moved,
+                }))
+            }
+        }
+    }
+
+    /// Counts a recording on account of a move against the place it is made at.
+    pub(super) fn charge(&mut self, function: FunctionKey, reason: Reason) {
+        let Reason::Changed(mismatch) = reason else {
+            return;
+        };
+        if mismatch.is_move() {
+            let place = self.places.entry((self.tip(), function)).or_default();
+            match mismatch {
+                Mismatch::StaticMoved { .. } => place.static_moves += 1,
+                _ => place.managed_moves += 1,
+            }
+        }
+    }
+
+    fn is_skipped(&self, function: FunctionKey) -> bool {
+        let place = self.places.get(&(self.tip(), function));
+        place.is_some_and(|place| place.skip)
+    }
+
+    /// The recordings of a variant at the path's end, in order of creation.
+    fn siblings(&self, function: FunctionKey, variant: usize) -> SmallVec<[NodeKey; 4]> {
+        match self.path.last() {
+            None => self.functions[function].variants[variant]
+                .roots
+                .iter()
+                .copied()
+                .collect(),
+            Some(_) => self
+                .tip()
+                .into_iter()
+                .flat_map(|tip| &self.nodes[tip].children)
+                .filter(|(v, _)| *v == (function, variant))
+                .map(|(_, node)| *node)
+                .collect(),
+        }
+    }
+
+    /// The first recording of a variant below the tip that may be replayed.
+    fn admitted(
+        &self,
+        function: FunctionKey,
+        variant: usize,
+        args: &[Arg<'_, D>],
+    ) -> Option<NodeKey> {
+        let fits = |key: &NodeKey| {
+            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key)
+        };
+        match self.path.last() {
+            None => self.functions[function].variants[variant]
+                .roots
+                .iter()
+                .copied()
+                .find(fits),
+            Some(_) => {
+                let tip = self.tip()?;
+                self.nodes[tip]
+                    .children
+                    .iter()
+                    .filter(|(v, _)| *v == (function, variant))
+                    .map(|(_, node)| *node)
+                    .find(fits)
+            }
+        }
+    }
+
+    /// The first recording of a variant, wherever in the tree, that writes over nothing that is held: it may be replayed although the path is another.
+    fn admitted_apart(
+        &self,
+        function: FunctionKey,
+        variant: usize,
+        args: &[Arg<'_, D>],
+    ) -> Option<NodeKey> {
+        let mut all: Vec<NodeKey> = self
+            .nodes
+            .iter()
+            .filter(|(_, node)| node.variant == (function, variant))
+            .map(|(key, _)| key)
+            .collect();
+        all.sort_by_key(|key| self.nodes[*key].id);
+        all.into_iter().find(|key| {
+            let node = &self.nodes[*key];
+            // The path would be carried along, and so its outputs are copied in like others.
+            self.fits(*key, args, |_| false) && !self.all_held().any(|held| node.overwrites(held))
+        })
+    }
+
+    fn fits(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        on_path: impl Fn(&Storage<D>) -> bool,
+    ) -> bool {
+        match admit(&self.nodes[key], args, on_path) {
+            Ok(()) => true,
+            Err(mismatch) => {
+                tracing::debug!(node = self.nodes[key].id.0, %mismatch, "not replayed");
+                false
+            }
+        }
+    }
+
+    /// Whether a child of the tip would write over something that is held and that its masks do not speak of.
+    fn overwrites_others(&self, key: NodeKey) -> bool {
+        let node = &self.nodes[key];
+        let over = |entry: &Entry<D>| self.held(entry).any(|held| node.overwrites(held));
+        self.carried.iter().any(over) || (node.apart && self.path.iter().any(over))
+    }
+
+    /// All that hinders a recording at the path's end from being replayed.
+    fn differences(&self, key: NodeKey, args: &[Arg<'_, D>]) -> SmallVec<[Mismatch; 4]> {
+        let mut all = differences(&self.nodes[key], args, |s| self.on_path(s));
+        if all.is_empty() && self.overwrites_others(key) {
+            all.push(Mismatch::Held);
+        }
+        all
+    }
+
+    /// The first of it.
+    fn mismatch(&self, key: NodeKey, args: &[Arg<'_, D>]) -> Mismatch {
+        self.differences(key, args)
+            .first()
+            .copied()
+            .unwrap_or(Mismatch::Held)
+    }
+
+    /// Counts an answer, and says once what to do about it.
+    pub(super) fn answered(&mut self, function: FunctionKey, reason: Reason) {
+        let kind = reason.kind();
+        let f = &mut self.functions[function];
+        f.reasons[kind as usize] += 1;
+        tracing::debug!(function = %f.name, %reason, "not replayed");
+        if let Some(what_to_do) = reason.advice()
+            && f.advised & kind.bit() == 0
+        {
+            f.advised |= kind.bit();
+            let text = format!("{} runs eagerly: {reason}; {what_to_do}", f.name);
+            tracing::warn!(function = %f.name, "{text}");
+            self.advice.push(Advice {
+                function: f.name.to_string(),
+                reason,
+                text,
+            });
+        }
+    }
+}
+
+impl<D: Device> FunctionState<D> {
+    /// Which input moved, and where it was declared; `None` for what is no move.
+    fn moved(&self, mismatch: &Mismatch) -> Option<MovedInput> {
+        let (input, recorded, passed) = mismatch.addresses()?;
+        let position = self.position(input);
+        let declared = self.statics.iter().find(|(p, _)| *p == position);
+        Some(MovedInput {
+            input: position,
+            recorded,
+            passed,
+            declared_at: declared.map(|(_, at)| *at),
+        })
+    }
+
+    /// Whether a passed input is used where it lies because it was declared static.
+    pub(super) fn in_place(&self, index: usize, arg: &Arg<'_, D>) -> bool {
+        self.is_static(self.position(index))
+            && arg
+                .tensor()
+                .is_none_or(|tensor| tensor.address().0.is_multiple_of(self.align))
+    }
+}

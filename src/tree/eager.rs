@@ -1,0 +1,130 @@
+//! An eager run: the function does its work outside of the tree, on the caller's stream and with memory of the allocator's.
+//!
+//! The path stays as it is, so what comes next in the step replays. Outputs are tensors like any that the allocator gives: no run takes their
+//! memory. Inputs are what they are elsewhere: a copy, unless they are static, outputs of the path, declared to be written, or given.
+
+use std::sync::MutexGuard;
+
+use smallvec::SmallVec;
+use tracing::debug_span;
+
+use super::args::{Arg, Inputs, Slot};
+use super::call::{Call, Outcome, all_bound_fit, taken};
+use super::function::BoundInput;
+use super::outputs::Outputs;
+use super::reason::Reason;
+use super::{Inner, State};
+use crate::allocator::{Born, PoolHandle};
+use crate::device::{Device, DevicePtr, GatherSlot};
+use crate::error::{Error, Phase, Result};
+
+impl<D: Device> Inner<D> {
+    /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given inputs are as the closure
+    /// left them.
+    pub(super) fn eager<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        mut call: Call<'_, '_, D>,
+        reason: Reason,
+        out: &mut Outputs<D>,
+    ) -> Result<()> {
+        let span = debug_span!("eager", function = %call.name);
+        let _entered = span.enter();
+        // Before the wait, as in a warmup: what others drop meanwhile is free only after this run has read it.
+        let _held = state.hold(call.args);
+        self.order(&mut state, call.stream)?;
+        let pool = self.allocator.default_pool();
+        let inputs = self.inputs_for_eager(&state, &mut call, &pool)?;
+        state.use_stream(call.stream);
+        let born = Born::new();
+        let body = state.functions[call.function].body.clone();
+        let (mut state, outcome) = self.unlocked(state, || {
+            self.call_body_on(&body, inputs, Phase::Eager, &born, call.stream, &pool)
+        });
+        let failed = |source| Error::Function {
+            function: call.name.clone(),
+            phase: Phase::Eager,
+            source,
+        };
+        let outputs = match outcome {
+            Outcome::Returned(outputs) => outputs,
+            Outcome::Failed(source) => return Err(failed(source)),
+            Outcome::Panicked(panic) => {
+                drop(state);
+                std::panic::resume_unwind(panic);
+            }
+        };
+        for output in &outputs {
+            output.check()?;
+        }
+        state.counts.eager += 1;
+        out.hand_out(Phase::Eager, None, Some(reason), outputs, call.at);
+        Ok(())
+    }
+
+    /// The inputs by position, and the copies enqueued. Nothing has been given up if it fails.
+    fn inputs_for_eager(
+        &self,
+        state: &State<D>,
+        call: &mut Call<'_, '_, D>,
+        pool: &PoolHandle<D>,
+    ) -> Result<Inputs<D>> {
+        let function = &state.functions[call.function];
+        let bound = function.bound_inputs()?;
+        all_bound_fit(call.name, &bound, call.args.len())?;
+        let mut all: Vec<Slot<D>> = Vec::with_capacity(call.args.len() + bound.len());
+        let mut slots: SmallVec<[GatherSlot; 4]> = SmallVec::new();
+        let mut sources: SmallVec<[DevicePtr; 4]> = SmallVec::new();
+        for (index, arg) in call.args.iter().enumerate() {
+            all.push(match arg {
+                Arg::Taken => return Err(taken(call.name, index)),
+                Arg::Value(value) => Slot::Value(value.clone()),
+                // Taken out below, when nothing can fail any more.
+                Arg::Give(_) => Slot::Taken,
+                Arg::Lend(tensor) => {
+                    let in_place = function.in_place(index, arg)
+                        || function.mutates(function.position(index))
+                        || tensor.storage().is_none_or(|s| state.on_path(s));
+                    if in_place {
+                        Slot::Tensor((*tensor).clone())
+                    } else {
+                        let copy = pool.alloc_at(call.stream, tensor.bytes(), tensor.made_at())?;
+                        slots.push(GatherSlot {
+                            dst: copy.address(),
+                            bytes: tensor.bytes(),
+                        });
+                        sources.push(tensor.address());
+                        Slot::Tensor(copy)
+                    }
+                }
+            });
+        }
+        if !slots.is_empty() {
+            self.allocator
+                .device()
+                .gather(call.stream, &slots, &sources)?;
+        }
+        for (slot, arg) in all.iter_mut().zip(call.args.iter_mut()) {
+            let Some(given) = arg.take() else { continue };
+            if let Some(storage) = given.storage() {
+                // Its memory may be free for another stream as soon as the closure drops it.
+                let elsewhere = storage.freed_on().is_some_and(|on| on != *call.stream);
+                if storage.is_eternal() && elsewhere {
+                    storage.use_on(call.stream);
+                } else if !storage.is_eternal() {
+                    storage.hand_over(call.stream);
+                }
+            }
+            *slot = Slot::Tensor(given);
+        }
+        // In ascending order, so each comes to lie where it was bound.
+        for (position, input) in bound {
+            let slot = match input {
+                BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
+                BoundInput::Value(value) => Slot::Value(value),
+            };
+            all.insert(position.min(all.len()), slot);
+        }
+        Ok(Inputs::new(all))
+    }
+}

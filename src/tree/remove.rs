@@ -1,0 +1,292 @@
+//! Recordings that go: because their function is unregistered or invalidated, a static input died, or the budget is spent.
+//!
+//! A node goes with all that was recorded below it. What is held of its outputs owns its memory from then on, as after a warmup. What is removed is handed
+//! back to the caller, who drops it when no lock is held: closures and values are the user's, and may do anything in their drop.
+
+use std::sync::MutexGuard;
+use std::sync::atomic::Ordering;
+
+use super::function::{Bound, FunctionState};
+use super::node::{InputSpec, Node};
+use super::path::{Entry, Run, Warm};
+use super::reason::Advice;
+use super::{FunctionKey, Inner, NodeKey, State};
+use crate::device::Device;
+use crate::error::Result;
+use crate::sync::lock;
+
+/// What was removed, to be dropped without a lock.
+pub(super) struct Removed<D: Device> {
+    _nodes: Vec<Node<D>>,
+    _functions: Vec<FunctionState<D>>,
+    advice: Vec<Advice>,
+}
+
+impl<D: Device> Removed<D> {
+    fn nothing() -> Self {
+        Removed {
+            _nodes: Vec::new(),
+            _functions: Vec::new(),
+            advice: Vec::new(),
+        }
+    }
+}
+
+/// Where a function's handle says that it is gone.
+pub(super) trait Registry: Send + Sync {
+    fn leave(&self, key: FunctionKey);
+}
+
+impl<D: Device> Registry for Inner<D> {
+    fn leave(&self, key: FunctionKey) {
+        let mut state = lock(&self.state);
+        state.leaving.push(key);
+        self.untidy.store(true, Ordering::Release);
+        let removed = self.tidy(&mut state);
+        drop(state);
+        self.deliver(removed);
+    }
+}
+
+impl<D: Device> Inner<D> {
+    /// Removes what is to go, unless a closure is running: then at that run's end. Asked by every run, at its begin and end; one load where there is nothing.
+    pub(super) fn tidy(&self, state: &mut State<D>) -> Option<Removed<D>> {
+        if !self.untidy.load(Ordering::Acquire) || state.busy.is_some() {
+            return None;
+        }
+        self.untidy.store(false, Ordering::Release);
+        let mut removed = Removed::nothing();
+        removed.advice = std::mem::take(&mut state.advice);
+        let leaving = std::mem::take(&mut state.leaving);
+        let gone = |node: &Node<D>| {
+            leaving.contains(&node.variant.0)
+                || state.functions[node.variant.0].is_dead()
+                || node.inputs.iter().any(InputSpec::is_dead)
+        };
+        let doomed: Vec<NodeKey> = state
+            .nodes
+            .iter()
+            .filter(|(_, node)| gone(node))
+            .map(|(key, _)| key)
+            .collect();
+        match self.remove(state, &doomed) {
+            Ok(nodes) => {
+                removed._nodes = nodes;
+                for key in leaving {
+                    state.forget_places(|_, function| function == key);
+                    removed._functions.extend(state.functions.remove(key));
+                }
+            }
+            Err(error) => {
+                tracing::warn!(%error, "recordings are to go, and what is held of them cannot own its memory yet; tried again at the next run");
+                state.leaving = leaving;
+                self.untidy.store(true, Ordering::Release);
+            }
+        }
+        Some(removed)
+    }
+
+    /// The same at a run's end.
+    pub(super) fn tidy_after(&self) {
+        if self.untidy.load(Ordering::Acquire) {
+            let removed = {
+                let mut state = lock(&self.state);
+                self.tidy(&mut state)
+            };
+            self.deliver(removed);
+        }
+    }
+
+    /// Drops what was removed, and says what there is to say. No lock is held.
+    pub(super) fn deliver(&self, removed: Option<Removed<D>>) {
+        let Some(removed) = removed else { return };
+        let hook = lock(&self.on_advice).clone();
+        if let Some(hook) = hook {
+            removed.advice.iter().for_each(|advice| hook(advice));
+        }
+    }
+
+    /// Removes all recordings of a function; its keys are to be warmed up anew.
+    pub(super) fn invalidate(
+        &self,
+        mut state: MutexGuard<'_, State<D>>,
+        function: FunctionKey,
+    ) -> Result<()> {
+        let doomed: Vec<NodeKey> = state
+            .nodes
+            .iter()
+            .filter(|(_, node)| node.variant.0 == function)
+            .map(|(key, _)| key)
+            .collect();
+        let nodes = self.remove(&mut state, &doomed)?;
+        let f = &mut state.functions[function];
+        let skip_warmup = f.skip_warmup;
+        for variant in &mut f.variants {
+            variant.warm = skip_warmup;
+            variant.captured();
+        }
+        state.forget_places(|_, f| f == function);
+        drop(state);
+        drop(nodes);
+        Ok(())
+    }
+
+    /// Removes nodes and all below them. An error leaves everything as it was.
+    pub(super) fn remove(&self, state: &mut State<D>, doomed: &[NodeKey]) -> Result<Vec<Node<D>>> {
+        let all = state.subtrees(doomed);
+        if all.is_empty() {
+            return Ok(Vec::new());
+        }
+        let on =
+            |entry: &Entry<D>| matches!(entry.run, Run::Node { node, .. } if all.contains(&node));
+        if state.path.iter().chain(&state.carried).any(on) {
+            let last = state.streams.iter().rev();
+            let stream = last
+                .into_iter()
+                .find(|stream| matches!(self.captures(stream), Ok(false)))
+                .unwrap_or(&self.stream)
+                .clone();
+            self.catch_up(state, &stream)?;
+            state.release_runs(&all);
+        }
+        let nodes: Vec<Node<D>> = all.iter().filter_map(|key| state.unlink(*key)).collect();
+        for node in &nodes {
+            self.pool.unpin(&node.pins);
+        }
+        state.forget_places(|parent, _| parent.is_some_and(|key| all.contains(&key)));
+        tracing::debug!(nodes = nodes.len(), "recordings removed");
+        Ok(nodes)
+    }
+
+    /// Lets go of all that the graphs of a tree that ends have pinned.
+    pub(super) fn unpin_all(&self, state: &State<D>) {
+        for node in state.nodes.values() {
+            self.pool.unpin(&node.pins);
+        }
+    }
+
+    /// Removes recordings until there is room for `more` graphs within the budget.
+    pub(super) fn make_room(&self, state: &mut State<D>, more: usize) -> Vec<Node<D>> {
+        let mut all = Vec::new();
+        while state.nodes.len() + more > state.budget.graphs
+            || state.graph_bytes > state.budget.graph_bytes
+        {
+            let Some(key) = state.least_recently_used() else {
+                break;
+            };
+            match self.remove(state, &[key]) {
+                Ok(nodes) => all.extend(nodes),
+                Err(error) => {
+                    tracing::warn!(%error, "a recording could not be removed");
+                    break;
+                }
+            }
+        }
+        all
+    }
+}
+
+impl<D: Device> State<D> {
+    /// Nodes and all below them, parents first.
+    fn subtrees(&self, roots: &[NodeKey]) -> Vec<NodeKey> {
+        let mut all: Vec<NodeKey> = Vec::new();
+        let mut next: Vec<NodeKey> = roots.to_vec();
+        while let Some(key) = next.pop() {
+            if !all.contains(&key)
+                && let Some(node) = self.nodes.get(key)
+            {
+                all.push(key);
+                next.extend(node.children.iter().map(|(_, child)| *child));
+            }
+        }
+        all
+    }
+
+    /// Runs of these nodes become runs without a node: what is held of them owns its block already.
+    fn release_runs(&mut self, nodes: &[NodeKey]) {
+        let State {
+            path,
+            carried,
+            nodes: all,
+            functions,
+            ..
+        } = self;
+        for entry in path.iter_mut().chain(carried) {
+            let Run::Node { node: key, .. } = entry.run else {
+                continue;
+            };
+            if nodes.contains(&key) {
+                let node = &all[key];
+                entry.run = Run::Warm(Box::new(Warm {
+                    function: functions[node.variant.0].name.clone(),
+                    slots: node.slots.iter().map(|(s, _)| s.clone()).collect(),
+                    live: node.live.clone(),
+                }));
+            }
+        }
+    }
+
+    /// Takes a node out of the tree.
+    fn unlink(&mut self, key: NodeKey) -> Option<Node<D>> {
+        let node = self.nodes.remove(key)?;
+        match node.parent {
+            Some(parent) => {
+                if let Some(parent) = self.nodes.get_mut(parent) {
+                    parent.children.retain(|(_, child)| *child != key);
+                }
+            }
+            None => self.roots.retain(|root| *root != key),
+        }
+        let f = &mut self.functions[node.variant.0];
+        f.recordings -= 1;
+        f.variants[node.variant.1].roots.retain(|root| *root != key);
+        self.graph_bytes -= node.graph.info.exec_bytes();
+        self.counts.removed += 1;
+        Some(node)
+    }
+
+    /// Of the recordings with nothing below them that no run of the path or before is of, the one that was used the longest ago.
+    pub(super) fn least_recently_used(&self) -> Option<NodeKey> {
+        let in_use = |key: NodeKey| {
+            let mut entries = self.path.iter().chain(&self.carried);
+            entries.any(|e| matches!(e.run, Run::Node { node, .. } if node == key))
+        };
+        self.nodes
+            .iter()
+            .filter(|(key, node)| node.children.is_empty() && !in_use(*key))
+            .min_by_key(|(_, node)| (node.used, node.id))
+            .map(|(key, _)| key)
+    }
+
+    fn forget_places(&mut self, gone: impl Fn(Option<NodeKey>, FunctionKey) -> bool) {
+        let skips = &mut self.skips;
+        self.places.retain(|(parent, function), place| {
+            let keep = !gone(*parent, *function);
+            *skips -= usize::from(!keep && place.is_skipped());
+            keep
+        });
+    }
+}
+
+impl<D: Device> FunctionState<D> {
+    /// Whether a tensor that it bound is gone.
+    fn is_dead(&self) -> bool {
+        self.bound_died.load(Ordering::Acquire)
+            && self
+                .bound
+                .iter()
+                .any(|(_, b)| matches!(b, Bound::Tensor(weak) if weak.upgrade().is_none()))
+    }
+}
+
+impl<D: Device> InputSpec<D> {
+    /// Whether it is a static input that is gone: the graph has its address, and the memory may be anybody's.
+    fn is_dead(&self) -> bool {
+        match self {
+            InputSpec::Static { storage, .. } => storage
+                .as_ref()
+                .is_some_and(|weak| weak.upgrade().is_none_or(|s| s.owners() == 0)),
+            _ => false,
+        }
+    }
+}
