@@ -20,6 +20,7 @@ mod log;
 
 use std::fmt;
 
+pub(crate) use error::{Bare, Broke};
 pub use error::{Call, Code, DeviceError, Fault, FaultReason};
 pub use kernel::{HostFn, Kernel, KernelArg, KernelContext, LaunchConfig};
 

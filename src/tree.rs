@@ -41,6 +41,7 @@ use generation::Generations;
 use inline::Inlined;
 use node::Node;
 use path::Entry;
+use record::Failure;
 use replay::Taken;
 
 pub use admit::Mismatch;
@@ -107,7 +108,7 @@ struct State<D: Device> {
     streams: SmallVec<[D::Stream; 2]>,
     counts: Counts,
     /// Why the last capture that failed did.
-    last_failure: Option<Error>,
+    last_failure: Option<Failure>,
 }
 
 impl<D: Device> GraphTrees<D> {
