@@ -16,9 +16,11 @@ pub mod kernels;
 
 mod error;
 mod kernel;
+mod log;
 
 use std::fmt;
 
+pub(crate) use error::{Bare, Broke};
 pub use error::{Call, Code, DeviceError, Fault, FaultReason};
 pub use kernel::{HostFn, Kernel, KernelArg, KernelContext, LaunchConfig};
 
@@ -142,7 +144,8 @@ impl GraphInfo {
 /// # Errors
 /// Every fallible method gives a [`DeviceError`]: the call, the driver's code, and in words what was
 /// refused and why. A call that is refused has no effect besides the one its code names
-/// (a capture may be invalidated by it).
+/// (a capture may be invalidated by it). On a capturing stream it says which operation of the capture it was, and once the capture is
+/// broken, which refusal broke it.
 pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// An ordered queue of work. Cheap to clone; clones are the same stream.
     type Stream: Clone + PartialEq + fmt::Debug + Send + Sync + 'static;
@@ -283,6 +286,17 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Ends the capture that was begun on this stream. Whatever it returns, the stream does not capture any more
     /// (but for [`Code::IllegalState`], where it did not capture at all).
     fn end_capture(&self, stream: &Self::Stream) -> Result<Self::Graph>;
+
+    /// For adaptors, and for whoever refuses a call in the device's place: takes note that a call on this stream was refused with `error` before it
+    /// reached the device, and gives the error as the device would have: where the stream captures, with its position there, and with what
+    /// broke that capture before. With `invalidate` the refusal breaks the capture.
+    fn refuse(&self, stream: &Self::Stream, error: DeviceError, invalidate: bool) -> DeviceError {
+        if invalidate && self.capture_status(stream) == Ok(CaptureStatus::Active) {
+            // A capturing stream that is waited for: refused, and the capture is invalid.
+            let _ = self.synchronize(stream);
+        }
+        error
+    }
 
     /// What the graph holds.
     fn graph_info(&self, graph: &Self::Graph) -> Result<GraphInfo>;

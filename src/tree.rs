@@ -46,6 +46,7 @@ use generation::Generations;
 use inline::Inlined;
 use node::Node;
 use path::Entry;
+use record::Failure;
 use remove::Registry;
 use replay::Taken;
 
@@ -137,7 +138,7 @@ struct State<D: Device> {
     /// What was not said yet.
     advice: Vec<Advice>,
     /// Why the last capture that failed did.
-    last_failure: Option<Error>,
+    last_failure: Option<Failure>,
 }
 
 impl<D: Device> GraphTrees<D> {

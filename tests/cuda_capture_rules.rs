@@ -9,7 +9,7 @@ use cudagraph_trees::device::cuda::{
 };
 use cudagraph_trees::device::kernels;
 use cudagraph_trees::device::{
-    CaptureMode, CaptureStatus, Device, DeviceError, DevicePtr, KernelArg, LaunchConfig,
+    Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DevicePtr, KernelArg, LaunchConfig,
 };
 
 /// The call; the mode (g, t, r); its code (0: ok); whether the capture stays sound; the end's code; the nodes captured.
@@ -195,6 +195,50 @@ fn number<T>(result: &Result<T, DeviceError>) -> u32 {
     result.as_ref().err().map_or(0, |error| error.code.number())
 }
 
+/// T3-04: what breaks a capture through an event of it, and what a stream meets that joins it late.
+fn captures_are_known_by_their_events(d: &CudaDevice) {
+    let s = Scene::new(d.clone());
+    let d = &s.d;
+    for stream in [&s.stream, &s.other] {
+        d.begin_capture(stream, CaptureMode::Relaxed).unwrap();
+        s.kernel(stream).unwrap();
+    }
+    d.record(&s.event, &s.stream).unwrap();
+    let merged = d.wait(&s.other, &s.event).unwrap_err();
+    assert_eq!((merged.code.number(), merged.position), (902, Some(2)));
+    for stream in [&s.stream, &s.other] {
+        let broken = d.capture_status(stream) == Ok(CaptureStatus::Invalidated);
+        let first = d.end_capture(stream).err().and_then(|error| error.first);
+        let position = (stream == &s.other).then_some(2);
+        let named = first.map(|first| (first.call, first.position));
+        assert_eq!(named, broken.then_some((Call::Wait, position)));
+    }
+    d.begin_capture(&s.stream, CaptureMode::Relaxed).unwrap();
+    d.record(&s.event, &s.stream).unwrap();
+    d.wait(&s.other, &s.event).unwrap();
+    s.kernel(&s.other).unwrap();
+    let waited = d.synchronize(&s.other).unwrap_err();
+    assert_eq!(waited.position, Some(2));
+    let third = d.create_stream().unwrap();
+    let joined = d.wait(&third, &s.event).unwrap_err();
+    assert_eq!(joined.position, None);
+    if joined.code == Code::StreamCaptureInvalidated {
+        assert_eq!(joined.root(), &waited);
+    }
+    assert_eq!(s.kernel(&s.stream).unwrap_err().root(), &waited);
+    assert_eq!(d.end_capture(&s.stream).unwrap_err().root(), &waited);
+    // Ended elsewhere than it was begun.
+    d.begin_capture(&s.stream, CaptureMode::Relaxed).unwrap();
+    d.record(&s.event, &s.stream).unwrap();
+    d.wait(&s.other, &s.event).unwrap();
+    let ended = d.end_capture(&s.other).unwrap_err();
+    assert_eq!((ended.code.number(), ended.position), (903, None));
+    let broken = d.capture_status(&s.stream) == Ok(CaptureStatus::Invalidated);
+    let first = d.end_capture(&s.stream).unwrap_err().first;
+    assert_eq!(first.as_deref(), broken.then_some(&ended));
+    s.check_usable();
+}
+
 /// One test, so that no other thread's calls meet a capture in the global mode.
 #[test]
 fn the_driver_answers_as_measured() {
@@ -216,6 +260,15 @@ fn the_driver_answers_as_measured() {
         let called = s.call(name);
         let sound = s.d.capture_status(&s.stream).unwrap() != CaptureStatus::Invalidated;
         let end = s.d.end_capture(&s.stream);
+        if !sound {
+            // T3-04: the end names the refusal.
+            let first = end.as_ref().err().and_then(|error| error.first.as_deref());
+            if first.is_none() || first != called.as_ref().err() {
+                wrong.push(format!(
+                    "{name} {mode}: {called:?}, and the end names {first:?}"
+                ));
+            }
+        }
         let nodes = end
             .as_ref()
             .map_or(0, |graph| s.d.graph_info(graph).unwrap().nodes());
@@ -229,4 +282,5 @@ fn the_driver_answers_as_measured() {
         s.check_usable();
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    captures_are_known_by_their_events(&d);
 }

@@ -361,6 +361,11 @@ fn every_measured_row_holds() {
                 CaptureStatus::Invalidated => "INVALIDATED",
             };
             let end = s.device.end_capture(&s.stream);
+            if status == "INVALIDATED" {
+                // T3-04: the end names the refusal, whether a call on a stream of the capture or any other.
+                let first = end.as_ref().unwrap_err().first.as_deref();
+                assert_eq!(first, result.as_ref().err(), "{row}");
+            }
             let nodes = end
                 .as_ref()
                 .map_or_else(|_| "-".to_owned(), ToString::to_string);
@@ -445,14 +450,20 @@ fn captures_do_not_mix() {
     d.begin_capture(&s.stream, CaptureMode::Relaxed).unwrap();
     d.begin_capture(&s.other, CaptureMode::Relaxed).unwrap();
     d.record(&s.event, &s.stream).unwrap();
+    s.kernel(&s.other).unwrap();
+    let merged = d.wait(&s.other, &s.event).unwrap_err();
     assert_eq!(
-        d.wait(&s.other, &s.event).unwrap_err().code,
-        Code::StreamCaptureMerge
+        (merged.code, merged.position),
+        (Code::StreamCaptureMerge, Some(2))
     );
-    for stream in [&s.stream, &s.other] {
+    // It broke both, of one of which it was an operation.
+    for (stream, position) in [(&s.stream, None), (&s.other, Some(2))] {
+        let ended = d.end_capture(stream).unwrap_err();
+        assert_eq!(ended.code, Code::StreamCaptureInvalidated);
+        let first = ended.first.unwrap();
         assert_eq!(
-            d.end_capture(stream).unwrap_err().code,
-            Code::StreamCaptureInvalidated
+            (first.code, first.position),
+            (Code::StreamCaptureMerge, position)
         );
     }
     // A capture ends where it was begun.
@@ -468,6 +479,49 @@ fn captures_do_not_mix() {
         Code::StreamCaptureInvalidated
     );
     assert_eq!(d.capture_status(&s.other), Ok(CaptureStatus::None));
+}
+
+/// T3-04: counted are calls that become nodes, on whichever stream, and those that are refused in the place of one.
+#[test]
+fn t3_04_what_is_an_operation() {
+    let s = Scene::new(false);
+    let d = &s.device;
+    let position = |result: Result<(), DeviceError>| result.unwrap_err().position;
+    let free = || d.mem_free_async(&s.stream, s.plain); // always refused, and touches no capture
+    assert_eq!(position(free()), None, "nothing captures");
+    d.begin_capture(&s.stream, CaptureMode::Relaxed).unwrap();
+    assert_eq!(position(free()), Some(1));
+    s.kernel(&s.stream).unwrap();
+    d.fill(&s.stream, s.range, 1, 0).unwrap();
+    d.launch_host_func(&s.stream, || {}).unwrap();
+    d.mem_alloc_async(&s.stream, 4096).unwrap();
+    assert_eq!(position(free()), Some(6));
+    // Neither events nor other streams count, until an event joins them.
+    d.record(&s.event, &s.stream).unwrap();
+    s.kernel(&s.other).unwrap();
+    d.wait(&s.other, &s.event).unwrap();
+    s.kernel(&s.other).unwrap();
+    assert_eq!(position(free()), Some(8));
+    assert_eq!(position(d.write(&s.stream, s.range, &[1])), Some(9));
+    let begun = d.begin_capture(&s.stream, CaptureMode::Relaxed);
+    assert_eq!(position(begun), None);
+    let ended = d.end_capture(&s.other).unwrap_err();
+    assert_eq!(
+        (ended.code, ended.position, &ended.first),
+        (Code::StreamCaptureUnmatched, None, &None)
+    );
+    let late = s.kernel(&s.other).unwrap_err();
+    assert_eq!(
+        (late.code, late.position),
+        (Code::StreamCaptureInvalidated, Some(10))
+    );
+    assert_eq!(late.first.as_deref(), Some(&ended));
+    // Nor does a stream that would join what is broken.
+    let third = d.create_stream().unwrap();
+    let joined = d.wait(&third, &s.event).unwrap_err();
+    assert_eq!((joined.position, joined.root()), (None, &ended));
+    assert_eq!(d.end_capture(&s.stream).unwrap_err().root(), &ended);
+    assert_eq!(position(free()), None, "it is over");
 }
 
 #[test]

@@ -111,6 +111,7 @@ fn a_failure_may_invalidate_the_capture() {
     device.fail_invalidating(Call::Launch, 1, Code::OutOfMemory);
     let error = set.fill(&device, &stream, ptr, 4, 1.0).unwrap_err();
     assert_eq!(error.detail, "made to fail, and to invalidate the capture");
+    assert_eq!(error.position, Some(2), "the one before counts, too");
     assert_eq!(
         device.capture_status(&stream),
         Ok(CaptureStatus::Invalidated)

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use common::{Rig, wrapped};
 use cudagraph_trees::device::faulty::Faulty;
 use cudagraph_trees::device::host::HostDevice;
-use cudagraph_trees::device::{Call, CaptureStatus, Code, Device};
+use cudagraph_trees::device::{Call, CaptureStatus, Code, Device, DeviceError};
 use cudagraph_trees::pool::PoolError;
 use cudagraph_trees::{
     Arg, Error, Function, FunctionSpec, GraphTrees, Phase, Reason, Tensor, give, lend,
@@ -31,6 +31,9 @@ suite!(
     inputs_that_do_not_fit,
     handles_of_another_tree,
     a_capture_broken_by_the_closure_is_answered_eagerly,
+    t3_04_what_a_closure_makes_of_a_refusal,
+    t3_04_an_operation_of_a_stream_that_a_closure_forks,
+    t3_04_an_inline_run_in_a_broken_capture,
 );
 
 use Phase::{Eager, Record, Replay, Warmup};
@@ -734,6 +737,197 @@ fn a_capture_broken_by_the_closure_is_answered_eagerly<D: Device>(rig: Rig<D>) {
     rig.finish();
 }
 
+/// What a closure does once an operation of it was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Then {
+    /// It goes on and returns its outputs.
+    Ignores,
+    /// It returns the device's error.
+    Returns,
+    /// It goes on, and returns the error of a later operation.
+    ReturnsALater,
+    /// It returns an error of its own, made from the device's.
+    Wraps,
+    /// It returns an error that says nothing of it.
+    Fails,
+    /// It returns without what it has made.
+    Keeps,
+    Panics,
+}
+
+#[derive(Debug)]
+struct Wrapping(DeviceError);
+
+impl std::fmt::Display for Wrapping {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a layer failed")
+    }
+}
+
+impl std::error::Error for Wrapping {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.0)
+    }
+}
+
+/// T3-04: whatever becomes of a refusal, the tree says that it was the seventh operation, which, and why.
+fn t3_04_what_a_closure_makes_of_a_refusal<D: Device>(rig: Rig<D>) {
+    let kept: Arc<Mutex<Vec<Tensor<D>>>> = Arc::default();
+    let x = rig.floats(&[1.0]);
+    let mut failures = 0;
+    assert_eq!(
+        (rig.trees.last_failure(), rig.trees.last_refusal()),
+        (None, None)
+    );
+    for then in [
+        Then::Ignores,
+        Then::Returns,
+        Then::ReturnsALater,
+        Then::Wraps,
+        Then::Fails,
+        Then::Keeps,
+        Then::Panics,
+    ] {
+        let cache = kept.clone();
+        let f = rig.register(
+            FunctionSpec::new("f").skip_warmup(),
+            move |k, rec, inputs| {
+                let mut y = inputs.get(0)?.clone();
+                // The copy of the input is the first operation, so five of these are the second to sixth.
+                for _ in 0..5 {
+                    y = k.apply(rec, &y, 1.0, 1.0)?;
+                }
+                let (device, stream) = (rec.device(), rec.stream());
+                let refused = match rec.phase() {
+                    Record => device.synchronize(stream),
+                    _ => Ok(()),
+                };
+                let later = device.fill(stream, y.ptr()?, 0, 0);
+                match (then, refused) {
+                    (_, Ok(())) | (Then::Ignores, _) => {}
+                    (Then::Returns, Err(refused)) => return Err(refused.into()),
+                    (Then::ReturnsALater, _) => later?,
+                    (Then::Wraps, Err(refused)) => return Err(Wrapping(refused).into()),
+                    (Then::Fails, _) => return Err("on purpose".into()),
+                    (Then::Keeps, _) => {
+                        cache.lock().unwrap().push(y);
+                        return Ok(vec![]);
+                    }
+                    (Then::Panics, _) => std::panic::resume_unwind(Box::new("on purpose")),
+                }
+                Ok(vec![y])
+            },
+        );
+        let step = rig.trees.step();
+        if then == Then::Panics {
+            let unwound = catch_unwind(AssertUnwindSafe(|| rig.one(&f, &step, &x)));
+            assert_eq!(unwound.unwrap_err().downcast_ref(), Some(&"on purpose"));
+        } else {
+            let (phase, y) = rig.phased(&f, &step, &x);
+            assert_eq!((phase, rig.read(&y)), (Warmup, vec![6.0]), "{then:?}");
+            failures += 1;
+        }
+        assert_eq!(rig.trees.counts().failed_captures, failures);
+        let refusal = rig.trees.last_refusal().unwrap();
+        assert_eq!(
+            (refusal.call, refusal.code, refusal.position),
+            (Call::Synchronize, Code::StreamCaptureUnsupported, Some(7)),
+            "{then:?}"
+        );
+        let text = rig.trees.last_failure().unwrap();
+        assert!(text.contains("operation 7"), "{then:?}: {text}");
+        let once = text.matches("Synchronize failed with StreamCaptureUnsupported (900)");
+        assert_eq!(once.count(), 1, "{then:?}: {text}");
+        let start = match then {
+            Then::Ignores | Then::Keeps | Then::Panics => "EndCapture failed with",
+            Then::Returns => "f failed during its recording: Synchronize failed with",
+            Then::ReturnsALater => "f failed during its recording: Fill failed with",
+            Then::Wraps => "f failed during its recording: a layer failed; the capture was",
+            Then::Fails => "f failed during its recording: on purpose; the capture was",
+        };
+        assert!(text.starts_with(start), "{then:?}: {text}");
+        kept.lock().unwrap().clear();
+        rig.trees.audit().unwrap();
+    }
+    // An operation that is refused and breaks nothing is the closure's affair; its error leads there.
+    let f = rig.register(FunctionSpec::new("f").skip_warmup(), |k, rec, inputs| {
+        let y = k.apply(rec, inputs.get(0)?, 1.0, 1.0)?;
+        let (device, stream) = (rec.device(), rec.stream());
+        let refused = device.copy(stream, y.ptr()?, y.ptr()?.offset(1), 4); // onto itself
+        match refused {
+            Ok(()) => Ok(vec![y]),
+            Err(refused) => Err(Wrapping(refused).into()),
+        }
+    });
+    let step = rig.trees.step();
+    let result = rig.trees.run(&f, &step, &[], &rig.stream, &mut [lend(&x)]);
+    let error = result.unwrap_err();
+    let refused = std::error::Error::source(&error).and_then(|wrapping| wrapping.source());
+    let refused: &DeviceError = refused.and_then(|error| error.downcast_ref()).unwrap();
+    assert_eq!(
+        (refused.call, refused.code, refused.position),
+        (Call::Copy, Code::InvalidValue, Some(3))
+    );
+    assert_eq!(rig.trees.counts().failed_captures, failures);
+    drop((x, step));
+    rig.finish();
+}
+
+fn t3_04_an_operation_of_a_stream_that_a_closure_forks<D: Device>(rig: Rig<D>) {
+    let forked = rig.device.create_stream().unwrap();
+    let event = rig.device.create_event().unwrap();
+    let f = rig.register(
+        FunctionSpec::new("f").skip_warmup(),
+        move |k, rec, inputs| {
+            let y = k.apply(rec, inputs.get(0)?, 2.0, 0.0)?;
+            if rec.phase() == Record {
+                let device = rec.device();
+                device.record(&event, rec.stream())?;
+                device.wait(&forked, &event)?;
+                let z = rec.alloc(4)?;
+                k.kernels.fill(device, &forked, z.ptr()?, 1, 0.0)?;
+                // Refused on the forked stream; the capture's own hears of it at the end.
+                let _ = device.query(&forked);
+            }
+            Ok(vec![y])
+        },
+    );
+    let x = rig.floats(&[1.0]);
+    let step = rig.trees.step();
+    let (phase, y) = rig.phased(&f, &step, &x);
+    assert_eq!((phase, rig.read(&y)), (Warmup, vec![2.0]));
+    let refusal = rig.trees.last_refusal().unwrap();
+    assert_eq!(
+        (refusal.call, refusal.code, refusal.position),
+        (Call::Query, Code::StreamCaptureUnsupported, Some(4))
+    );
+    drop((x, y, step));
+    rig.finish();
+}
+
+/// A run on a stream whose capture is broken says by what.
+fn t3_04_an_inline_run_in_a_broken_capture<D: Device>(rig: Rig<D>) {
+    let f = rig.scale_add("f", 2.0, 0.0);
+    let x = rig.floats(&[1.0]);
+    let step = rig.trees.step();
+    let mut graph = cudagraph_trees::Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let y = rig.one(&f, &step, &x);
+    let waited = rig.device.synchronize(&rig.stream).unwrap_err();
+    assert_eq!(waited.position, Some(2));
+    let result = rig.trees.run(&f, &step, &[], &rig.stream, &mut [lend(&x)]);
+    let Err(Error::Device(error)) = result else {
+        panic!("{result:?}")
+    };
+    assert_eq!(
+        (error.code, error.position, error.root()),
+        (Code::StreamCaptureInvalidated, None, &waited)
+    );
+    drop(capture);
+    drop((graph, x, y, step));
+    rig.finish();
+}
+
 // ---- the device's refusals ---------------------------------------------------------------------
 
 type FaultyRig = Rig<Faulty<HostDevice>>;
@@ -857,6 +1051,12 @@ fn a_capture_invalidated_at_any_launch_is_answered_eagerly() {
         let out = rig.call(&f, &step, &[], &mut [give(y), lend(&x)]);
         assert_eq!((out.phase(), rig.read(&out[0])), (Eager, vec![5.0]));
         assert_eq!(rig.trees.counts().failed_captures, 1);
+        let refusal = rig.trees.last_refusal().unwrap();
+        assert_eq!(
+            (refusal.call, refusal.position),
+            (Call::Launch, Some(nth + 1)),
+            "the copy of x comes first"
+        );
         drop((out, step));
         works_on(rig, &a, &f, x, true);
     }

@@ -14,6 +14,9 @@
 //!   NVRTC is looked for in the folder that the variable [`NVRTC_VARIABLE`] names, in toolkits, and where libraries are.
 //! * **Errors.** Work that faults costs the context (as always with CUDA): the call that hears of it gives the driver's code, and
 //!   each later one gives it again, but for `unmap`, `release`, `end_capture` and the drops. Which kernel it was, the driver does not say.
+//! * **Captures** that are begun here have a log: an error on one of their streams says which operation it was, and what broke the capture
+//!   ([`DeviceError::position`], [`DeviceError::first`]). Which streams take part is known by events recorded and waited for through the device;
+//!   what others do with its streams and events, the log does not see.
 //! * **Addresses** are the caller's word. A kernel that is given a wrong one faults, or writes where it should not.
 //!
 //! # Beside cudarc and CUDA's libraries
@@ -26,6 +29,7 @@
 //! * **cuBLAS** allocates its workspace inside the capture unless it has one: [`set_cublas_workspace`].
 //! * **NCCL**: drop the graphs that captured collectives before the communicator.
 
+mod captures;
 mod codes;
 mod cublas;
 mod driver;
@@ -151,6 +155,7 @@ impl CudaDevice {
                 gather: OnceLock::new(),
                 gathered: Mutex::default(),
                 captures: AtomicUsize::new(0),
+                begun: Mutex::default(),
                 mixed: AtomicBool::new(false),
                 lost: OnceLock::new(),
                 context: ManuallyDrop::new(context),

@@ -99,8 +99,7 @@ impl Code {
 }
 
 /// A device call that failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{call:?} failed with {code:?} ({}): {detail}", code.number())]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceError {
     /// The call.
     pub call: Call,
@@ -110,23 +109,88 @@ pub struct DeviceError {
     pub detail: String,
     /// What work in flight did wrong, where that is the cause.
     pub fault: Option<Box<Fault>>,
+    /// Which operation of a capture it was, from 1: counted are the launches, copies, fills and gathers that the capture has been given through
+    /// this device, on whichever of its streams (of a tree's recording, the gather of its copied inputs is the first), and every other call on those
+    /// streams that was refused. `None` for a call that is none of a capture's.
+    pub position: Option<u64>,
+    /// For an error that comes of a capture's being broken: the refusal that broke it, if that went through this device.
+    pub first: Option<Box<DeviceError>>,
 }
 
 impl DeviceError {
-    /// An error without a fault.
+    /// An error without a fault, that is no operation of a capture.
     pub fn new(call: Call, code: Code, detail: impl Into<String>) -> Self {
         DeviceError {
             call,
             code,
             detail: detail.into(),
             fault: None,
+            position: None,
+            first: None,
         }
+    }
+
+    /// What went wrong first: the refusal that broke the capture, or else this error itself.
+    #[must_use]
+    pub fn root(&self) -> &DeviceError {
+        self.first.as_deref().unwrap_or(self)
     }
 
     /// Whether the error says that a capture broke or was misused, whatever the call.
     #[must_use]
     pub fn is_capture(&self) -> bool {
         (900..=908).contains(&self.code.number()) || self.code == Code::IllegalState
+    }
+}
+
+impl fmt::Display for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Bare(self).fmt(f)?;
+        if let Some(position) = self.position {
+            write!(f, " (operation {position} of the capture)")?;
+        }
+        match &self.first {
+            Some(first) => write!(f, "; {}", Broke(first)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for DeviceError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.first.as_deref().map(|first| first as _)
+    }
+}
+
+/// An error by itself, without its place in a capture.
+pub(crate) struct Bare<'a>(pub(crate) &'a DeviceError);
+
+impl fmt::Display for Bare<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DeviceError {
+            call, code, detail, ..
+        } = self.0;
+        write!(
+            f,
+            "{call:?} failed with {code:?} ({}): {detail}",
+            code.number()
+        )
+    }
+}
+
+/// A refusal as what broke a capture.
+pub(crate) struct Broke<'a>(pub(crate) &'a DeviceError);
+
+impl fmt::Display for Broke<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bare = Bare(self.0);
+        match self.0.position {
+            Some(position) => write!(
+                f,
+                "the capture was broken by its operation {position}: {bare}"
+            ),
+            None => write!(f, "the capture was broken by another call: {bare}"),
+        }
     }
 }
 

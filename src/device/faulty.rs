@@ -11,7 +11,8 @@ use super::{
 /// A device whose n-th call of a kind fails, for tests of what then becomes of everything else.
 ///
 /// A call that fails does not reach the inner device, but for [`Call::EndCapture`], which ends the inner capture
-/// and drops its graph: after it a stream does not capture, whatever it returns. A failure is used up by the call it
+/// and drops its graph: after it a stream does not capture, whatever it returns. On a capturing stream it counts as an operation of the
+/// capture all the same ([`Device::refuse`]). A failure is used up by the call it
 /// was meant for. Clones share the inner device, the failures and the counts.
 #[derive(Clone, Debug)]
 pub struct Faulty<D: Device> {
@@ -119,11 +120,9 @@ impl<D: Device> Faulty<D> {
         let Some(failure) = self.count(call) else {
             return Ok(());
         };
-        if failure.invalidate && self.device.capture_status(stream) == Ok(CaptureStatus::Active) {
-            // A capturing stream that is waited for: refused, and the capture is invalid.
-            let _ = self.device.synchronize(stream);
-        }
-        Err(failure.error)
+        Err(self
+            .device
+            .refuse(stream, failure.error, failure.invalidate))
     }
 }
 
@@ -176,7 +175,17 @@ impl<D: Device> Device for Faulty<D> {
     fn end_capture(&self, stream: &D::Stream) -> Result<D::Graph> {
         let failure = self.count(Call::EndCapture);
         let ended = self.device.end_capture(stream);
-        failure.map_or(ended, |failure| Err(failure.error))
+        let Some(Failure { mut error, .. }) = failure else {
+            return ended;
+        };
+        // What had broken the capture by then goes before.
+        let broken = ended.err().and_then(|error| error.first);
+        error.first = error.first.or(broken);
+        Err(error)
+    }
+
+    fn refuse(&self, stream: &D::Stream, error: DeviceError, invalidate: bool) -> DeviceError {
+        self.device.refuse(stream, error, invalidate)
     }
 
     forward! {

@@ -269,6 +269,17 @@ impl HostDevice {
         Ok((self.enter(call)?, stream.0.key))
     }
 
+    /// Makes a call on a stream. Where the stream captures, it is one of the capture's operations, or refused as such.
+    fn on<T>(
+        &self,
+        call: Call,
+        stream: &HostStream,
+        f: impl FnOnce(&mut State, StreamKey) -> Result<T>,
+    ) -> Result<T> {
+        let (mut state, key) = self.enter_on(call, stream)?;
+        state.on(call, key, |state| f(state, key))
+    }
+
     fn check_ours(&self, call: Call, what: &str, device: &Arc<Inner>) -> Result<()> {
         if Arc::ptr_eq(&self.inner, device) {
             return Ok(());

@@ -44,13 +44,15 @@ impl<D: Device> Default for Inlined<D> {
 impl<D: Device> Inner<D> {
     /// Whether a stream captures. An error where its capture is broken.
     pub(super) fn captures(&self, stream: &D::Stream) -> Result<bool> {
-        match self.allocator.device().capture_status(stream)? {
+        let device = self.allocator.device();
+        match device.capture_status(stream)? {
             CaptureStatus::None => Ok(false),
             CaptureStatus::Active => Ok(true),
             CaptureStatus::Invalidated => {
                 let detail = "the stream that the run was called on captures, and its capture is broken: end it, then run again";
                 let code = Code::StreamCaptureInvalidated;
-                Err(DeviceError::new(Call::CaptureStatus, code, detail).into())
+                let error = DeviceError::new(Call::CaptureStatus, code, detail);
+                Err(device.refuse(stream, error, false).into())
             }
         }
     }

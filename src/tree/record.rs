@@ -3,6 +3,7 @@
 //! Until the graph has been launched, the way back is open. A capture executes nothing, so whatever it did to the books can be undone
 //! without a trace: what it allocated is freed, and what was given to it and died inside is claimed back where it lay.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 
@@ -17,19 +18,49 @@ use super::path::{Entry, Run};
 use super::reason::Reason;
 use super::{Inner, State};
 use crate::allocator::{Born, Claim};
-use crate::device::{CaptureMode, CaptureStatus, Device, DeviceError};
-use crate::error::{BoxError, Error, Phase, Result};
+use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError};
+use crate::error::{Error, Phase, Result};
 use crate::pool::{Pins, Tag};
 use crate::storage::{Storage, Tensor};
+
+/// Why a capture failed for its own reasons.
+pub(super) struct Failure {
+    error: Error,
+    /// The device's refusal that was the first of it.
+    pub(super) first: Option<Box<DeviceError>>,
+}
+
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        Failure {
+            first: first_of(&error),
+            error: error.into(),
+        }
+    }
+}
+
+impl fmt::Display for Failure {
+    /// The error, and the first refusal where the error does not tell of it: a closure may go on after that, and fail with words of its own.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = self.error.to_string();
+        f.write_str(&text)?;
+        match &self.first {
+            Some(first) if !text.contains(&Bare(first).to_string()) => {
+                write!(f, "; {}", Broke(first))
+            }
+            _ => Ok(()),
+        }
+    }
+}
 
 /// Why there is no recording.
 enum Undone {
     /// The capture failed for its own reasons: the call is answered eagerly.
-    Capture(Error),
+    Capture(Failure),
     /// The caller hears of it.
     Call(Error),
-    /// The closure panicked.
-    Panic(Box<dyn std::any::Any + Send>),
+    /// The closure panicked; in a capture that was broken, if that is known.
+    Panic(Box<dyn std::any::Any + Send>, Option<DeviceError>),
 }
 
 /// What there is between the closure's return and the node: the graph, and the outputs with what they are.
@@ -80,15 +111,18 @@ impl<D: Device> Inner<D> {
                 Ok(())
             }
             Err(Undone::Call(error)) => Err(error),
-            Err(Undone::Panic(panic)) => {
+            Err(Undone::Panic(panic, broken)) => {
+                if let Some(broken) = broken {
+                    state.last_failure = Some(broken.into());
+                }
                 drop(state);
                 std::panic::resume_unwind(panic);
             }
-            Err(Undone::Capture(error)) => {
-                warn!(function = %call.name, %error, "the capture failed; the call is answered eagerly");
+            Err(Undone::Capture(failure)) => {
+                warn!(function = %call.name, %failure, "the capture failed; the call is answered eagerly");
                 state.counts.failed_captures += 1;
                 state.functions[call.function].variants[call.variant].capture_failed();
-                state.last_failure = Some(error);
+                state.last_failure = Some(failure);
                 drop((entered, held, evicted));
                 let reason = Reason::CaptureFailed;
                 state.answered(call.function, reason);
@@ -138,23 +172,23 @@ impl<D: Device> Inner<D> {
                 self.finish(&state, call, &mut placed, &storages, outputs, serial)
             }
             Outcome::Failed(source) => {
-                let broken = self.capture_broke(&source);
-                self.abandon(serial);
+                let refused = refusal(&*source);
+                let broken = self.abandon(serial);
+                let failed = refused.is_some() || broken.is_some();
+                let first = broken.and_then(|broken| broken.first);
+                let first = first.or_else(|| first_of(refused?));
                 let error = Error::Function {
                     function: call.name.clone(),
                     phase: Phase::Record,
                     source,
                 };
-                Err(if broken {
-                    Undone::Capture(error)
+                Err(if failed {
+                    Undone::Capture(Failure { error, first })
                 } else {
                     Undone::Call(error)
                 })
             }
-            Outcome::Panicked(panic) => {
-                self.abandon(serial);
-                Err(Undone::Panic(panic))
-            }
+            Outcome::Panicked(panic) => Err(Undone::Panic(panic, self.abandon(serial))),
         };
         match ended {
             Ok((graph, sorted, outputs)) => (
@@ -203,8 +237,11 @@ impl<D: Device> Inner<D> {
         let sorted = match sorted {
             Ok(sorted) => sorted,
             Err(error) => {
-                self.abandon(serial);
-                return Err(Undone::Call(error));
+                // In a broken capture that came first; answered eagerly, the call meets the error again if it stands for itself.
+                return Err(match self.abandon(serial) {
+                    Some(broken) => Undone::Capture(broken.into()),
+                    None => Undone::Call(error),
+                });
             }
         };
         let ended = device.end_capture(&self.stream);
@@ -214,7 +251,8 @@ impl<D: Device> Inner<D> {
         let template = ended.map_err(capture)?;
         let info = device.graph_info(&template).map_err(capture)?;
         if info.memory > 0 {
-            return Err(Undone::Capture(Error::MemoryNodes(info)));
+            let error = Error::MemoryNodes(info);
+            return Err(Undone::Capture(Failure { error, first: None }));
         }
         let exec = device.instantiate(&template).map_err(capture)?;
         device
@@ -231,28 +269,15 @@ impl<D: Device> Inner<D> {
         ))
     }
 
-    /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more.
-    fn abandon(&self, serial: u64) {
-        if let Err(error) = self.allocator.device().end_capture(&self.stream) {
-            tracing::debug!(%error, "an abandoned capture ended with an error");
-        }
+    /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more; if it says that the capture
+    /// was broken, that is given.
+    fn abandon(&self, serial: u64) -> Option<DeviceError> {
+        let ended = self.allocator.device().end_capture(&self.stream);
         self.allocator.leave_capture(serial);
-    }
-
-    /// Whether a closure's error comes from the capture: the device refused something because it captures.
-    fn capture_broke(&self, source: &BoxError) -> bool {
-        let refused = match source.downcast_ref::<Error>() {
-            Some(Error::Device(error)) => error.is_capture(),
-            Some(_) => false,
-            None => source
-                .downcast_ref::<DeviceError>()
-                .is_some_and(DeviceError::is_capture),
-        };
-        refused
-            || matches!(
-                self.allocator.device().capture_status(&self.stream),
-                Ok(CaptureStatus::Invalidated)
-            )
+        let error = ended.err()?;
+        tracing::debug!(%error, "an abandoned capture ended with an error");
+        let broken = error.code == Code::StreamCaptureInvalidated || error.first.is_some();
+        broken.then_some(error)
     }
 
     /// Brings back what was given and died inside: its block, and a handle in the caller's hands for each. What was allocated inside is free again, so
@@ -434,6 +459,23 @@ impl<D: Device> Inner<D> {
         f.variants[call.variant].captured();
         out.hand_out(Phase::Record, Some(id), Some(reason), outputs, call.at);
     }
+}
+
+/// The refusal that an error goes back to, unless all that is known is that the capture was broken.
+fn first_of(error: &DeviceError) -> Option<Box<DeviceError>> {
+    let root = error.root();
+    (root.code != Code::StreamCaptureInvalidated).then(|| Box::new(root.clone()))
+}
+
+/// The device's refusal that a closure's error comes from, if the device refused something because of the capture.
+fn refusal<'e>(source: &'e (dyn std::error::Error + 'static)) -> Option<&'e DeviceError> {
+    std::iter::successors(Some(source), |error| error.source()).find_map(|error| {
+        let refused = match error.downcast_ref() {
+            Some(Error::Device(refused)) => Some(refused),
+            _ => error.downcast_ref(),
+        };
+        refused.filter(|refused: &&DeviceError| refused.is_capture())
+    })
 }
 
 fn words(live: &crate::storage::LiveMask) -> SmallVec<[u64; 2]> {

@@ -4,7 +4,7 @@ use super::node::{InputSpec, NodeId, OutputSpec};
 use super::path::Run;
 use super::{GraphTrees, NodeKey, State};
 use crate::allocator::{PoolHandle, PoolId};
-use crate::device::{Device, DevicePtr};
+use crate::device::{Device, DeviceError, DevicePtr};
 use crate::error::{Error, Result};
 use crate::pool::{PoolSnapshot, PoolStats};
 use crate::storage::StorageId;
@@ -214,13 +214,21 @@ impl<D: Device> GraphTrees<D> {
         self.inner.pool.snapshot()
     }
 
-    /// Why the last capture that failed did so, in words.
+    /// Why the last capture that failed did so, in words: also which of its operations the device refused first, and why.
     #[must_use]
     pub fn last_failure(&self) -> Option<String> {
         lock(&self.inner.state)
             .last_failure
             .as_ref()
             .map(ToString::to_string)
+    }
+
+    /// The device's refusal that the last capture which failed goes back to: the one that broke it, whatever the closure made of it. `None` where
+    /// the device refused nothing, or the capture was broken past it.
+    #[must_use]
+    pub fn last_refusal(&self) -> Option<DeviceError> {
+        let state = lock(&self.inner.state);
+        state.last_failure.as_ref()?.first.as_deref().cloned()
     }
 
     /// Compares the pool's live blocks with the outputs that the tree tracks. After a replay there is nothing to compare.

@@ -104,14 +104,19 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
     if let Some(capture) = device.capture_id(stream) {
         lock(&device.gathered).retain(|other| *other != capture);
     }
+    let broken = device.first_refusal(stream);
     let mut raw = ptr::null_mut();
     // SAFETY: the handle keeps the stream alive; the pointer is to a live local.
     let code = unsafe { (device.driver.cuStreamEndCapture)(stream.raw.0, &raw mut raw) };
     device.note_end(stream);
     // What the driver may have written there on an error is no graph, and must not be destroyed.
-    device.check(call, code, || {
+    let ended = device.check(call, code, || {
         format!("the capture on stream {}", stream.id)
-    })?;
+    });
+    if let Err(mut error) = ended {
+        error.first = broken;
+        return Err(device.refused(Some(stream), 0, error));
+    }
     let mut template = Template {
         device: device.clone(),
         raw: Mutex::new(Shared(raw)),
@@ -158,9 +163,10 @@ pub(super) fn instantiate(template: &Arc<Template>) -> Result<CudaExec> {
     let mut raw = ptr::null_mut();
     // SAFETY: the graph lives, and nobody else uses it meanwhile; the pointer is to a live local.
     let code = unsafe { (device.driver.cuGraphInstantiateWithFlags)(&raw mut raw, graph.0, 0) };
-    device.check(call, code, || {
+    let made = device.check(call, code, || {
         format!("a graph of {} nodes", template.info.nodes())
-    })?;
+    });
+    made.map_err(|error| device.refused(None, 0, error))?;
     let gather = template.gather.clone();
     Ok(CudaExec {
         device: device.clone(),

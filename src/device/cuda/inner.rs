@@ -3,16 +3,17 @@
 use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use cudarc::driver::{CudaContext, sys};
 
+use super::captures::Captures;
 use super::codes;
 use super::driver::{Driver, SUCCESS};
 use super::gather::GatherKernels;
 use super::memory::Books;
 use super::module::Modules;
-use super::stream::Wrapped;
+use super::stream::{Handle, Wrapped};
 use crate::device::{Call, Code, DeviceError, Result};
 
 /// A value of the driver's that threads may share.
@@ -48,6 +49,8 @@ pub(super) struct Inner {
     pub(super) gathered: Mutex<Vec<u64>>,
     /// Captures that were begun through this device, and have not been ended through it.
     pub(super) captures: AtomicUsize,
+    /// What is known of each.
+    pub(super) begun: Mutex<Captures<Weak<Handle>>>,
     /// Whether others may have a stream or an event of this device in hand, or it one of theirs: then captures may be underway that it does not know of.
     pub(super) mixed: AtomicBool,
     /// How the context was lost.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::sys;
@@ -89,6 +89,7 @@ impl Handle {
 
     pub(super) fn capture_ended(&self) {
         if self.begun.swap(false, Ordering::AcqRel) {
+            lock(&self.device.begun).end(self.id);
             self.device.captures.fetch_sub(1, Ordering::AcqRel);
         }
     }
@@ -124,6 +125,8 @@ impl Drop for Handle {
 pub struct CudaEvent {
     pub(super) device: Arc<Inner>,
     pub(super) raw: Shared<sys::CUevent>,
+    /// The number of the capture that its last record through the device belongs to, or 0.
+    pub(super) capture: AtomicU64,
 }
 
 impl CudaEvent {
@@ -254,6 +257,7 @@ pub(super) fn create_event(device: &Arc<Inner>) -> Result<CudaEvent> {
     Ok(CudaEvent {
         device: device.clone(),
         raw: Shared(raw),
+        capture: AtomicU64::new(0),
     })
 }
 

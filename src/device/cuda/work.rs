@@ -1,6 +1,7 @@
 //! The trait's methods: who belongs to whom is checked, the context made current, the driver asked.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use cudarc::driver::sys;
 
@@ -12,6 +13,7 @@ use crate::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
     GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
 };
+use crate::sync::lock;
 
 /// The most bytes that the driver is known to have copied aside from pageable memory before its call returns.
 const STAGED: usize = 64 << 10;
@@ -35,7 +37,19 @@ impl CudaDevice {
         Ok((self.inner.enter(call)?, &stream.0))
     }
 
-    /// The same with an event.
+    /// Makes a call on a stream. Where the stream captures, it is one of the capture's operations, or refused as such.
+    fn on<T>(
+        &self,
+        call: Call,
+        stream: &CudaStream,
+        f: impl FnOnce(&Handle) -> Result<T>,
+    ) -> Result<T> {
+        let (_current, stream) = self.enter_on(call, stream)?;
+        let result = f(stream);
+        self.inner.answer(call, stream, result)
+    }
+
+    /// Begins a call on a stream with an event.
     fn enter_with<'a>(
         &'a self,
         call: Call,
@@ -49,6 +63,12 @@ impl CudaDevice {
     fn enter_event(&self, call: Call, event: &CudaEvent) -> Result<Current<'_>> {
         self.check_ours(call, "event", &event.device)?;
         self.inner.enter(call)
+    }
+
+    /// Completes the error of a call of the host about an event.
+    fn refused_event(&self, event: &CudaEvent, error: DeviceError) -> DeviceError {
+        let capture = event.capture.load(Ordering::Relaxed);
+        self.inner.refused(None, capture, error)
     }
 
     /// Reads the code of a question whose answer may be "not yet".
@@ -124,8 +144,8 @@ impl Device for CudaDevice {
     }
 
     fn synchronize(&self, stream: &CudaStream) -> Result<()> {
-        let (_current, stream) = self.enter_on(Call::Synchronize, stream)?;
-        self.inner.wait_for(Call::Synchronize, stream)
+        let call = Call::Synchronize;
+        self.on(call, stream, |stream| self.inner.wait_for(call, stream))
     }
 
     fn synchronize_device(&self) -> Result<()> {
@@ -135,14 +155,16 @@ impl Device for CudaDevice {
         let code = unsafe { (self.inner.driver.cuCtxSynchronize)() };
         self.inner
             .check(call, code, || "to wait for the device".into())
+            .map_err(|error| self.inner.refused(None, 0, error))
     }
 
     fn query(&self, stream: &CudaStream) -> Result<bool> {
         let call = Call::Query;
-        let (_current, stream) = self.enter_on(call, stream)?;
-        // SAFETY: the handle keeps the stream alive.
-        let code = unsafe { (self.inner.driver.cuStreamQuery)(stream.raw.0) };
-        self.ready(call, code, "whether a stream's work has run")
+        self.on(call, stream, |stream| {
+            // SAFETY: the handle keeps the stream alive.
+            let code = unsafe { (self.inner.driver.cuStreamQuery)(stream.raw.0) };
+            self.ready(call, code, "whether a stream's work has run")
+        })
     }
 
     fn create_event(&self) -> Result<CudaEvent> {
@@ -154,8 +176,14 @@ impl Device for CudaDevice {
         let (_current, stream) = self.enter_with(call, event, stream)?;
         // SAFETY: the handles keep event and stream alive.
         let code = unsafe { (self.inner.driver.cuEventRecord)(event.raw.0, stream.raw.0) };
-        self.inner
-            .check(call, code, || format!("an event on stream {}", stream.id))
+        let recorded = self
+            .inner
+            .check(call, code, || format!("an event on stream {}", stream.id));
+        if recorded.is_ok() {
+            let capture = self.inner.capture_of(stream);
+            event.capture.store(capture, Ordering::Relaxed);
+        }
+        self.inner.answer(call, stream, recorded)
     }
 
     fn wait(&self, stream: &CudaStream, event: &CudaEvent) -> Result<()> {
@@ -163,9 +191,15 @@ impl Device for CudaDevice {
         let (_current, stream) = self.enter_with(call, event, stream)?;
         // SAFETY: the handles keep event and stream alive.
         let code = unsafe { (self.inner.driver.cuStreamWaitEvent)(stream.raw.0, event.raw.0, 0) };
-        self.inner.check(call, code, || {
+        let waited = self.inner.check(call, code, || {
             format!("that stream {} waits for an event", stream.id)
-        })
+        });
+        let capture = event.capture.load(Ordering::Relaxed);
+        match waited {
+            Ok(()) => self.inner.join_capture(stream, capture),
+            Err(error) => return Err(self.inner.refused(Some(stream), capture, error)),
+        }
+        Ok(())
     }
 
     fn query_event(&self, event: &CudaEvent) -> Result<bool> {
@@ -174,6 +208,7 @@ impl Device for CudaDevice {
         // SAFETY: the handle keeps the event alive.
         let code = unsafe { (self.inner.driver.cuEventQuery)(event.raw.0) };
         self.ready(call, code, "whether an event was reached")
+            .map_err(|error| self.refused_event(event, error))
     }
 
     fn poll_event(&self, event: &CudaEvent) -> Result<bool> {
@@ -192,6 +227,7 @@ impl Device for CudaDevice {
         let code = unsafe { (self.inner.driver.cuEventSynchronize)(event.raw.0) };
         self.inner
             .check(call, code, || "to wait for an event".into())
+            .map_err(|error| self.refused_event(event, error))
     }
 
     fn load(&self, kernel: &Kernel) -> Result<CudaFunction> {
@@ -210,98 +246,103 @@ impl Device for CudaDevice {
     ) -> Result<()> {
         let call = Call::Launch;
         self.check_ours(call, "function", &function.device)?;
-        let (_current, stream) = self.enter_on(call, stream)?;
-        self.inner
-            .launch_function(stream, &function.function, config, args)
+        self.on(call, stream, |stream| {
+            self.inner
+                .launch_function(stream, &function.function, config, args)
+        })
     }
 
     fn copy(&self, stream: &CudaStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
         let call = Call::Copy;
-        let (_current, stream) = self.enter_on(call, stream)?;
-        if dst.0.abs_diff(src.0) < bytes {
-            let apart = dst.0.abs_diff(src.0);
-            let detail = format!(
-                "{bytes} B are copied onto themselves, {apart} B further; source and target must not overlap"
-            );
-            return Err(DeviceError::new(call, Code::InvalidValue, detail));
-        }
-        if bytes == 0 {
-            return self.inner.nothing_to_do(call, stream);
-        }
-        // SAFETY: no host memory is meant by either address; the handle keeps the stream alive.
-        let code = unsafe {
-            (self.inner.driver.cuMemcpyDtoDAsync_v2)(dst.0, src.0, bytes as usize, stream.raw.0)
-        };
-        self.inner
-            .check(call, code, || format!("{bytes} B from {src:?} to {dst:?}"))
+        self.on(call, stream, |stream| {
+            if dst.0.abs_diff(src.0) < bytes {
+                let apart = dst.0.abs_diff(src.0);
+                let detail = format!(
+                    "{bytes} B are copied onto themselves, {apart} B further; source and target must not overlap"
+                );
+                return Err(DeviceError::new(call, Code::InvalidValue, detail));
+            }
+            if bytes == 0 {
+                return self.inner.nothing_to_do(call, stream);
+            }
+            // SAFETY: no host memory is meant by either address; the handle keeps the stream alive.
+            let code = unsafe {
+                (self.inner.driver.cuMemcpyDtoDAsync_v2)(dst.0, src.0, bytes as usize, stream.raw.0)
+            };
+            self.inner
+                .check(call, code, || format!("{bytes} B from {src:?} to {dst:?}"))
+        })
     }
 
     fn fill(&self, stream: &CudaStream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         let call = Call::Fill;
-        let (_current, stream) = self.enter_on(call, stream)?;
-        if bytes == 0 {
-            return self.inner.nothing_to_do(call, stream);
-        }
-        // SAFETY: no host memory is meant by the address; the handle keeps the stream alive.
-        let code = unsafe {
-            (self.inner.driver.cuMemsetD8Async)(dst.0, value, bytes as usize, stream.raw.0)
-        };
-        self.inner
-            .check(call, code, || format!("{bytes} B at {dst:?}"))
+        self.on(call, stream, |stream| {
+            if bytes == 0 {
+                return self.inner.nothing_to_do(call, stream);
+            }
+            // SAFETY: no host memory is meant by the address; the handle keeps the stream alive.
+            let code = unsafe {
+                (self.inner.driver.cuMemsetD8Async)(dst.0, value, bytes as usize, stream.raw.0)
+            };
+            self.inner
+                .check(call, code, || format!("{bytes} B at {dst:?}"))
+        })
     }
 
     /// The driver copies pageable memory aside before its call returns, but says so only of small copies, and not where the device
     /// reads such memory itself. Otherwise the stream is waited for. Captures of other streams do not mind either.
     fn write(&self, stream: &CudaStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
         let call = Call::Write;
-        let (_current, stream) = self.enter_on(call, stream)?;
-        self.inner.refuse_pageable(call, stream)?;
-        if src.is_empty() {
-            return Ok(());
-        }
-        let _relaxed = self.inner.relax(call)?;
-        // SAFETY: the source is live for its length until this function returns, and has been read by then.
-        let code = unsafe {
-            (self.inner.driver.cuMemcpyHtoDAsync_v2)(
-                dst.0,
-                src.as_ptr().cast(),
-                src.len(),
-                stream.raw.0,
-            )
-        };
-        self.inner
-            .check(call, code, || format!("{} B to {dst:?}", src.len()))?;
-        if src.len() > STAGED || self.inner.reads_pageable {
-            self.inner.wait_for(call, stream)?;
-        }
-        Ok(())
+        self.on(call, stream, |stream| {
+            self.inner.refuse_pageable(call, stream)?;
+            if src.is_empty() {
+                return Ok(());
+            }
+            let _relaxed = self.inner.relax(call)?;
+            // SAFETY: the source is live for its length until this function returns, and has been read by then.
+            let code = unsafe {
+                (self.inner.driver.cuMemcpyHtoDAsync_v2)(
+                    dst.0,
+                    src.as_ptr().cast(),
+                    src.len(),
+                    stream.raw.0,
+                )
+            };
+            self.inner
+                .check(call, code, || format!("{} B to {dst:?}", src.len()))?;
+            if src.len() > STAGED || self.inner.reads_pageable {
+                self.inner.wait_for(call, stream)?;
+            }
+            Ok(())
+        })
     }
 
     fn read(&self, stream: &CudaStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         let call = Call::Read;
-        let (_current, stream) = self.enter_on(call, stream)?;
-        self.inner.refuse_pageable(call, stream)?;
-        // Waiting is what a capture elsewhere may mind. It is done before the copy: once that is enqueued, nothing may
-        // keep this function from waiting for it.
-        self.inner.wait_for(call, stream)?;
-        if dst.is_empty() {
-            return Ok(());
-        }
-        let _relaxed = self.inner.relax(call)?;
-        // SAFETY: the target is live and exclusive for its length until this function returns, and is waited for by then: the
-        // mode is relaxed, so the wait is refused only if the stream began to capture meanwhile (then the copy was
-        // captured, and the capture is broken now), or fails because the context is lost, which runs nothing any more.
-        let code = unsafe {
-            (self.inner.driver.cuMemcpyDtoHAsync_v2)(
-                dst.as_mut_ptr().cast(),
-                src.0,
-                dst.len(),
-                stream.raw.0,
-            )
-        };
-        self.inner
-            .check(call, code, || format!("{} B from {src:?}", dst.len()))?;
-        self.inner.wait_for(call, stream)
+        self.on(call, stream, |stream| {
+            self.inner.refuse_pageable(call, stream)?;
+            // Waiting is what a capture elsewhere may mind. It is done before the copy: once that is enqueued, nothing may
+            // keep this function from waiting for it.
+            self.inner.wait_for(call, stream)?;
+            if dst.is_empty() {
+                return Ok(());
+            }
+            let _relaxed = self.inner.relax(call)?;
+            // SAFETY: the target is live and exclusive for its length until this function returns, and is waited for by then: the
+            // mode is relaxed, so the wait is refused only if the stream began to capture meanwhile (then the copy was
+            // captured, and the capture is broken now), or fails because the context is lost, which runs nothing any more.
+            let code = unsafe {
+                (self.inner.driver.cuMemcpyDtoHAsync_v2)(
+                    dst.as_mut_ptr().cast(),
+                    src.0,
+                    dst.len(),
+                    stream.raw.0,
+                )
+            };
+            self.inner
+                .check(call, code, || format!("{} B from {src:?}", dst.len()))?;
+            self.inner.wait_for(call, stream)
+        })
     }
 
     fn gather(
@@ -311,26 +352,27 @@ impl Device for CudaDevice {
         sources: &[DevicePtr],
     ) -> Result<()> {
         let call = Call::Gather;
-        if slots.len() != sources.len() {
-            let detail = format!(
-                "{} sources are given for {} slots; give one for each",
-                sources.len(),
-                slots.len()
-            );
-            return Err(DeviceError::new(call, Code::InvalidValue, detail));
-        }
-        let (_current, stream) = self.enter_on(call, stream)?;
-        if slots.is_empty() {
-            return self.inner.nothing_to_do(call, stream);
-        }
-        self.inner.launch_gather(stream, slots, sources)
+        self.on(call, stream, |stream| {
+            if slots.len() != sources.len() {
+                let detail = format!(
+                    "{} sources are given for {} slots; give one for each",
+                    sources.len(),
+                    slots.len()
+                );
+                return Err(DeviceError::new(call, Code::InvalidValue, detail));
+            }
+            if slots.is_empty() {
+                return self.inner.nothing_to_do(call, stream);
+            }
+            self.inner.launch_gather(stream, slots, sources)
+        })
     }
 
     fn begin_capture(&self, stream: &CudaStream, mode: CaptureMode) -> Result<()> {
         let call = Call::BeginCapture;
-        let (_current, stream) = self.enter_on(call, stream)?;
+        let (_current, handle) = self.enter_on(call, stream)?;
         self.inner.prepare_gather();
-        let mode = match mode {
+        let raw_mode = match mode {
             CaptureMode::Global => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
             CaptureMode::ThreadLocal => {
                 sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -338,14 +380,15 @@ impl Device for CudaDevice {
             CaptureMode::Relaxed => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
         };
         // Known before it begins, so that nobody takes the stream for one that does not capture.
-        stream.capture_begins();
+        handle.capture_begins();
         // SAFETY: the handle keeps the stream alive.
-        let code = unsafe { (self.inner.driver.cuStreamBeginCapture_v2)(stream.raw.0, mode) };
+        let code = unsafe { (self.inner.driver.cuStreamBeginCapture_v2)(handle.raw.0, raw_mode) };
         let begun = self
             .inner
-            .check(call, code, || format!("a capture on stream {}", stream.id));
-        if begun.is_err() {
-            self.inner.note_end(stream);
+            .check(call, code, || format!("a capture on stream {}", handle.id));
+        match begun {
+            Ok(()) => lock(&self.inner.begun).begin(handle.id, Arc::downgrade(&stream.0), mode),
+            Err(_) => self.inner.note_end(handle),
         }
         begun
     }
@@ -366,6 +409,13 @@ impl Device for CudaDevice {
         graph::end_capture(&self.inner, &stream.0)
     }
 
+    fn refuse(&self, stream: &CudaStream, error: DeviceError, invalidate: bool) -> DeviceError {
+        match self.enter_on(error.call, stream) {
+            Ok((_current, _)) => self.inner.refuse(&stream.0, error, invalidate),
+            Err(_) => error,
+        }
+    }
+
     fn graph_info(&self, graph: &CudaGraph) -> Result<GraphInfo> {
         Ok(graph.0.info)
     }
@@ -381,8 +431,8 @@ impl Device for CudaDevice {
         stream: &CudaStream,
         sources: &[DevicePtr],
     ) -> Result<()> {
-        self.check_ours(Call::LaunchGraph, "executable", &exec.device)?;
-        let (_current, stream) = self.enter_on(Call::LaunchGraph, stream)?;
-        exec.launch(stream, sources)
+        let call = Call::LaunchGraph;
+        self.check_ours(call, "executable", &exec.device)?;
+        self.on(call, stream, |stream| exec.launch(stream, sources))
     }
 }

@@ -10,6 +10,7 @@ use super::graph::{Dag, GraphMemory, Template};
 use super::state::State;
 use super::stream::{CaptureKey, Frontier, StreamKey};
 use super::work::Work;
+use crate::device::log::Log;
 use crate::device::{Call, CaptureMode, CaptureStatus, Code, DeviceError, Result};
 
 /// A stream's part in a capture.
@@ -24,12 +25,18 @@ pub(super) struct Capture {
     pub(super) origin: StreamKey,
     pub(super) owner: ThreadId,
     pub(super) mode: CaptureMode,
-    /// The call that broke it.
-    pub(super) broken_by: Option<Call>,
+    /// What it was given, and what broke it.
+    pub(super) log: Log,
     dag: Dag,
     pub(super) streams: Vec<StreamKey>,
     has_gather: bool,
     pub(super) memory: Vec<Arc<GraphMemory>>,
+}
+
+impl Capture {
+    pub(super) fn is_broken(&self) -> bool {
+        self.log.first().is_some()
+    }
 }
 
 impl State {
@@ -87,7 +94,7 @@ impl State {
             origin: key,
             owner: thread::current().id(),
             mode,
-            broken_by: None,
+            log: Log::default(),
             dag: Dag::new(),
             streams: vec![key],
             has_gather: false,
@@ -111,10 +118,8 @@ impl State {
         }
         Ok(match &self.streams[key].joined {
             None => CaptureStatus::None,
-            Some(joined) if self.captures[joined.capture].broken_by.is_none() => {
-                CaptureStatus::Active
-            }
-            Some(_) => CaptureStatus::Invalidated,
+            Some(joined) if self.captures[joined.capture].is_broken() => CaptureStatus::Invalidated,
+            Some(_) => CaptureStatus::Active,
         })
     }
 
@@ -142,25 +147,22 @@ impl State {
                 "the capture is gone",
             ));
         };
+        let over = |code, detail: &str| {
+            let mut error = DeviceError::new(call, code, detail);
+            ended.log.explain(&mut error);
+            Err(error)
+        };
         if ended.mode != CaptureMode::Relaxed && ended.owner != thread::current().id() {
             let detail = "the capture was begun by another thread; it is over now";
-            return Err(DeviceError::new(
-                call,
-                Code::StreamCaptureWrongThread,
-                detail,
-            ));
+            return over(Code::StreamCaptureWrongThread, detail);
         }
-        if let Some(by) = ended.broken_by {
-            let detail = format!("{by:?} broke the capture while it was underway; it is over now");
-            return Err(DeviceError::new(
-                call,
-                Code::StreamCaptureInvalidated,
-                detail,
-            ));
+        if ended.log.first().is_some() {
+            let detail = "the capture broke while it was underway; it is over now";
+            return over(Code::StreamCaptureInvalidated, detail);
         }
         if !is_joined(&ended.dag, &ended.after_origin) {
             let detail = "work was captured on another stream, and the capture's own did not wait for it; it is over now";
-            return Err(DeviceError::new(call, Code::StreamCaptureUnjoined, detail));
+            return over(Code::StreamCaptureUnjoined, detail);
         }
         self.check_broken(call)?;
         self.graphs += 1;
@@ -177,7 +179,7 @@ impl State {
             origin,
             owner,
             mode,
-            broken_by,
+            log,
             dag,
             streams,
             memory,
@@ -195,7 +197,7 @@ impl State {
         Some(Ended {
             owner,
             mode,
-            broken_by,
+            log,
             dag,
             memory,
             after_origin,
@@ -219,7 +221,7 @@ impl State {
 struct Ended {
     owner: ThreadId,
     mode: CaptureMode,
-    broken_by: Option<Call>,
+    log: Log,
     dag: Dag,
     memory: Vec<Arc<GraphMemory>>,
     after_origin: Frontier,

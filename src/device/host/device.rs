@@ -122,11 +122,12 @@ impl Device for HostDevice {
 
     fn synchronize(&self, stream: &HostStream) -> Result<()> {
         let call = Call::Synchronize;
-        let (mut state, key) = self.enter_on(call, stream)?;
-        state.refuse_capturing(call, key, "a capturing stream cannot be waited for")?;
-        state.refuse_unsafe(call)?;
-        let end = state.end_of(key);
-        state.run_until(call, |state| state.reached(end))
+        self.on(call, stream, |state, key| {
+            state.refuse_capturing(call, key, "a capturing stream cannot be waited for")?;
+            state.refuse_unsafe(call)?;
+            let end = state.end_of(key);
+            state.run_until(call, |state| state.reached(end))
+        })
     }
 
     fn synchronize_device(&self) -> Result<()> {
@@ -138,11 +139,12 @@ impl Device for HostDevice {
 
     fn query(&self, stream: &HostStream) -> Result<bool> {
         let call = Call::Query;
-        let (mut state, key) = self.enter_on(call, stream)?;
-        state.refuse_capturing(call, key, "a capturing stream cannot be asked")?;
-        state.refuse_unsafe(call)?;
-        let end = state.end_of(key);
-        state.poll(call, |state| state.reached(end))
+        self.on(call, stream, |state, key| {
+            state.refuse_capturing(call, key, "a capturing stream cannot be asked")?;
+            state.refuse_unsafe(call)?;
+            let end = state.end_of(key);
+            state.poll(call, |state| state.reached(end))
+        })
     }
 
     fn create_event(&self) -> Result<HostEvent> {
@@ -156,27 +158,33 @@ impl Device for HostDevice {
     fn record(&self, event: &HostEvent, stream: &HostStream) -> Result<()> {
         let call = Call::Record;
         self.check_ours(call, "event", &event.device)?;
-        let (mut state, key) = self.enter_on(call, stream)?;
-        let record = match state.captured_record(call, key)? {
-            Some(captured) => captured,
-            None => Record::Point(state.end_of(key)),
-        };
-        state.events[event.key] = record;
-        Ok(())
+        self.on(call, stream, |state, key| {
+            let record = match state.captured_record(call, key)? {
+                Some(captured) => captured,
+                None => Record::Point(state.end_of(key)),
+            };
+            state.events[event.key] = record;
+            Ok(())
+        })
     }
 
     fn wait(&self, stream: &HostStream, event: &HostEvent) -> Result<()> {
         let call = Call::Wait;
         self.check_ours(call, "event", &event.device)?;
-        let (mut state, key) = self.enter_on(call, stream)?;
-        let record = state.events[event.key].clone();
-        if !state.wait_captured(call, key, &record)?
-            && let Record::Point(point) = record
-        {
-            state.refuse_capturing(call, key, "the event was recorded outside of the capture")?;
-            state.enqueue(key, Entry::Wait(point));
-        }
-        Ok(())
+        self.on(call, stream, |state, key| {
+            let record = state.events[event.key].clone();
+            if !state.wait_captured(call, key, &record)?
+                && let Record::Point(point) = record
+            {
+                state.refuse_capturing(
+                    call,
+                    key,
+                    "the event was recorded outside of the capture",
+                )?;
+                state.enqueue(key, Entry::Wait(point));
+            }
+            Ok(())
+        })
     }
 
     fn query_event(&self, event: &HostEvent) -> Result<bool> {
@@ -241,81 +249,74 @@ impl Device for HostDevice {
         args: &[KernelArg],
     ) -> Result<()> {
         let call = Call::Launch;
-        if config.grid.contains(&0) || config.block.contains(&0) {
-            let detail = format!(
-                "{} is launched with {config:?}; no extent may be 0",
-                function.0.name
-            );
-            return Err(DeviceError::new(call, Code::InvalidValue, detail));
-        }
-        let (mut state, key) = self.enter_on(call, stream)?;
-        state.submit(
-            call,
-            key,
-            Work::Kernel {
+        self.on(call, stream, |state, key| {
+            if config.grid.contains(&0) || config.block.contains(&0) {
+                let detail = format!(
+                    "{} is launched with {config:?}; no extent may be 0",
+                    function.0.name
+                );
+                return Err(DeviceError::new(call, Code::InvalidValue, detail));
+            }
+            let work = Work::Kernel {
                 body: function.0.clone(),
                 config,
                 args: args.into(),
-            },
-        )?;
-        state.accepted.launches += 1;
-        Ok(())
+            };
+            state.submit(call, key, work)?;
+            state.accepted.launches += 1;
+            Ok(())
+        })
     }
 
     fn copy(&self, stream: &HostStream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
-        let (mut state, key) = self.enter_on(Call::Copy, stream)?;
-        check_copy(Call::Copy, dst, src, bytes)?;
-        if bytes == 0 {
-            return state.admit(Call::Copy, key).map(drop);
-        }
-        state.submit(Call::Copy, key, Work::Copy { dst, src, bytes })
+        let call = Call::Copy;
+        self.on(call, stream, |state, key| {
+            check_copy(call, dst, src, bytes)?;
+            if bytes == 0 {
+                return state.admit(call, key).map(drop);
+            }
+            state.submit(call, key, Work::Copy { dst, src, bytes })
+        })
     }
 
     fn fill(&self, stream: &HostStream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
-        let (mut state, key) = self.enter_on(Call::Fill, stream)?;
-        if bytes == 0 {
-            return state.admit(Call::Fill, key).map(drop);
-        }
-        state.submit(Call::Fill, key, Work::Fill { dst, value, bytes })
+        let call = Call::Fill;
+        self.on(call, stream, |state, key| {
+            if bytes == 0 {
+                return state.admit(call, key).map(drop);
+            }
+            state.submit(call, key, Work::Fill { dst, value, bytes })
+        })
     }
 
     fn write(&self, stream: &HostStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
-        let (mut state, key) = self.enter_on(Call::Write, stream)?;
-        state.refuse_pageable(Call::Write, key)?;
-        if src.is_empty() {
-            return Ok(());
-        }
-        state.submit(
-            Call::Write,
-            key,
-            Work::Write {
-                dst,
-                src: src.into(),
-            },
-        )
+        let call = Call::Write;
+        self.on(call, stream, |state, key| {
+            state.refuse_pageable(call, key)?;
+            if src.is_empty() {
+                return Ok(());
+            }
+            let src = src.into();
+            state.submit(call, key, Work::Write { dst, src })
+        })
     }
 
     fn read(&self, stream: &HostStream, dst: &mut [u8], src: DevicePtr) -> Result<()> {
         let call = Call::Read;
-        let (mut state, key) = self.enter_on(call, stream)?;
-        state.refuse_pageable(call, key)?;
-        state.refuse_unsafe(call)?;
-        if !dst.is_empty() {
-            state.submit(
-                call,
-                key,
-                Work::Read {
-                    src,
-                    bytes: dst.len(),
-                },
-            )?;
-        }
-        let end = state.end_of(key);
-        state.run_until(call, |state| state.reached(end))?;
-        if !dst.is_empty() {
-            dst.copy_from_slice(&state.world.read_back);
-        }
-        Ok(())
+        self.on(call, stream, |state, key| {
+            state.refuse_pageable(call, key)?;
+            state.refuse_unsafe(call)?;
+            if !dst.is_empty() {
+                let bytes = dst.len();
+                state.submit(call, key, Work::Read { src, bytes })?;
+            }
+            let end = state.end_of(key);
+            state.run_until(call, |state| state.reached(end))?;
+            if !dst.is_empty() {
+                dst.copy_from_slice(&state.world.read_back);
+            }
+            Ok(())
+        })
     }
 
     fn gather(
@@ -325,30 +326,28 @@ impl Device for HostDevice {
         sources: &[DevicePtr],
     ) -> Result<()> {
         let call = Call::Gather;
-        if slots.len() != sources.len() {
-            let detail = format!(
-                "{} sources are given for {} slots; give one for each",
-                sources.len(),
-                slots.len()
-            );
-            return Err(DeviceError::new(call, Code::InvalidValue, detail));
-        }
-        let (mut state, key) = self.enter_on(call, stream)?;
-        let capture = state.admit(call, key)?;
-        if slots.is_empty() {
-            return Ok(());
-        }
-        if let Some(capture) = capture {
-            state.claim_gather(call, capture)?;
-        }
-        state.submit(
-            call,
-            key,
-            Work::Gather {
+        self.on(call, stream, |state, key| {
+            if slots.len() != sources.len() {
+                let detail = format!(
+                    "{} sources are given for {} slots; give one for each",
+                    sources.len(),
+                    slots.len()
+                );
+                return Err(DeviceError::new(call, Code::InvalidValue, detail));
+            }
+            let capture = state.admit(call, key)?;
+            if slots.is_empty() {
+                return Ok(());
+            }
+            if let Some(capture) = capture {
+                state.claim_gather(call, capture)?;
+            }
+            let work = Work::Gather {
                 slots: slots.into(),
                 sources: sources.into(),
-            },
-        )
+            };
+            state.submit(call, key, work)
+        })
     }
 
     fn begin_capture(&self, stream: &HostStream, mode: CaptureMode) -> Result<()> {
@@ -368,6 +367,13 @@ impl Device for HostDevice {
             device: self.inner.clone(),
             template,
         })
+    }
+
+    fn refuse(&self, stream: &HostStream, error: DeviceError, invalidate: bool) -> DeviceError {
+        match self.enter_on(error.call, stream) {
+            Ok((mut state, key)) => state.refuse(key, error, invalidate),
+            Err(_) => error,
+        }
     }
 
     fn graph_info(&self, graph: &HostGraph) -> Result<GraphInfo> {
@@ -396,8 +402,10 @@ impl Device for HostDevice {
         stream: &HostStream,
         sources: &[DevicePtr],
     ) -> Result<()> {
-        let (mut state, key) = self.enter_on(Call::LaunchGraph, stream)?;
-        self.check_ours(Call::LaunchGraph, "executable", &exec.device)?;
-        state.launch(Call::LaunchGraph, exec.key, key, sources)
+        let call = Call::LaunchGraph;
+        self.on(call, stream, |state, key| {
+            self.check_ours(call, "executable", &exec.device)?;
+            state.launch(call, exec.key, key, sources)
+        })
     }
 }

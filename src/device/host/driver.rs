@@ -152,22 +152,23 @@ impl HostDevice {
     /// `cuMemAllocAsync`. On a capturing stream a memory node: the address is the graph's, and has memory once a launch runs.
     pub fn mem_alloc_async(&self, stream: &HostStream, bytes: u64) -> Result<DevicePtr> {
         let call = Call::Driver("cuMemAllocAsync");
-        let (mut state, key) = self.enter_on(call, stream)?;
         let granularity = self.inner.granularity;
-        let Some(capture) = state.admit(call, key)? else {
-            state.refuse_unsafe(call)?;
-            return state.allocate(call, bytes, granularity, Allocated::Async);
-        };
-        let (ptr, bytes) = state.reserve_rounded(call, bytes, granularity)?;
-        state.allocated.insert(ptr.0, Allocated::Graph(capture));
-        let memory = GraphMemory {
-            ptr,
-            bytes,
-            gate: self.inner.gate.clone(),
-        };
-        state.captures[capture].memory.push(Arc::new(memory));
-        state.capture(key, Work::Allocate { ptr, bytes });
-        Ok(ptr)
+        self.on(call, stream, |state, key| {
+            let Some(capture) = state.admit(call, key)? else {
+                state.refuse_unsafe(call)?;
+                return state.allocate(call, bytes, granularity, Allocated::Async);
+            };
+            let (ptr, bytes) = state.reserve_rounded(call, bytes, granularity)?;
+            state.allocated.insert(ptr.0, Allocated::Graph(capture));
+            let memory = GraphMemory {
+                ptr,
+                bytes,
+                gate: self.inner.gate.clone(),
+            };
+            state.captures[capture].memory.push(Arc::new(memory));
+            state.capture(key, Work::Allocate { ptr, bytes });
+            Ok(ptr)
+        })
     }
 
     /// `cuMemFreeAsync`. On a capturing stream a memory node, for an address that the same capture allocated; any other is
@@ -175,40 +176,31 @@ impl HostDevice {
     /// gave, and for what a graph allocated once it was launched. The null address is freed by doing nothing.
     pub fn mem_free_async(&self, stream: &HostStream, ptr: DevicePtr) -> Result<()> {
         let call = Call::Driver("cuMemFreeAsync");
-        let (mut state, key) = self.enter_on(call, stream)?;
-        let capture = state.admit(call, key)?;
-        if ptr == DevicePtr::NULL {
-            return Ok(());
-        }
-        match (state.allocated.get(&ptr.0).copied(), capture) {
-            (Some(Allocated::Async), None) => {
-                state.refuse_unsafe(call)?;
-                state.allocated.remove(&ptr.0);
-                state.submit(call, key, Work::Free { ptr, release: true })
+        self.on(call, stream, |state, key| {
+            let capture = state.admit(call, key)?;
+            if ptr == DevicePtr::NULL {
+                return Ok(());
             }
-            (Some(Allocated::Graph(of)), Some(here)) if of == here => {
-                state.capture(
-                    key,
-                    Work::Free {
-                        ptr,
-                        release: false,
-                    },
-                );
-                Ok(())
+            let free = |release| Work::Free { ptr, release };
+            match (state.allocated.get(&ptr.0).copied(), capture) {
+                (Some(Allocated::Async), None) => {
+                    state.refuse_unsafe(call)?;
+                    state.allocated.remove(&ptr.0);
+                    state.submit(call, key, free(true))
+                }
+                (Some(Allocated::Graph(of)), Some(here)) if of == here => {
+                    state.capture(key, free(false));
+                    Ok(())
+                }
+                (Some(Allocated::Graph(_)), None)
+                    if state.world.memory.mapped_at(ptr).is_some() =>
+                {
+                    state.refuse_unsafe(call)?;
+                    state.submit(call, key, free(false))
+                }
+                _ => Err(not_allocated(call)),
             }
-            (Some(Allocated::Graph(_)), None) if state.world.memory.mapped_at(ptr).is_some() => {
-                state.refuse_unsafe(call)?;
-                state.submit(
-                    call,
-                    key,
-                    Work::Free {
-                        ptr,
-                        release: false,
-                    },
-                )
-            }
-            _ => Err(not_allocated(call)),
-        }
+        })
     }
 
     /// `cuLaunchHostFunc`: a function of the host in stream order. It cannot call this device.
@@ -218,8 +210,8 @@ impl HostDevice {
         function: impl Fn() + Send + Sync + 'static,
     ) -> Result<()> {
         let call = Call::Driver("cuLaunchHostFunc");
-        let (mut state, key) = self.enter_on(call, stream)?;
-        state.submit(call, key, Work::Call(Arc::new(function)))
+        let work = Work::Call(Arc::new(function));
+        self.on(call, stream, |state, key| state.submit(call, key, work))
     }
 
     /// `cuMemcpyHtoDAsync` from pageable memory: read at the call, or (captured) by each launch. The buffer must not be locked then.
@@ -230,22 +222,23 @@ impl HostDevice {
         src: &HostBuffer,
     ) -> Result<()> {
         let call = Call::Driver("cuMemcpyHtoDAsync");
-        let (mut state, key) = self.enter_on(call, stream)?;
-        let work = match state.admit(call, key)? {
-            Some(_) => Work::FromHost {
-                dst,
-                src: src.clone(),
-            },
-            None => Work::Write {
-                dst,
-                src: src
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .as_slice()
-                    .into(),
-            },
-        };
-        state.submit(call, key, work)
+        self.on(call, stream, |state, key| {
+            let work = match state.admit(call, key)? {
+                Some(_) => Work::FromHost {
+                    dst,
+                    src: src.clone(),
+                },
+                None => Work::Write {
+                    dst,
+                    src: src
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .as_slice()
+                        .into(),
+                },
+            };
+            state.submit(call, key, work)
+        })
     }
 
     /// `cuMemcpyDtoHAsync` to pageable memory, filled when the work runs. The buffer must not be locked then.
@@ -256,28 +249,26 @@ impl HostDevice {
         src: DevicePtr,
     ) -> Result<()> {
         let call = Call::Driver("cuMemcpyDtoHAsync");
-        let (mut state, key) = self.enter_on(call, stream)?;
-        state.submit(
-            call,
-            key,
-            Work::ToHost {
-                dst: dst.clone(),
-                src,
-            },
-        )
+        let work = Work::ToHost {
+            dst: dst.clone(),
+            src,
+        };
+        self.on(call, stream, |state, key| state.submit(call, key, work))
     }
 
     /// `cuStreamWaitEvent` with `CU_EVENT_WAIT_EXTERNAL`: captured, a node that waits for the event's last record before the launch.
     pub fn wait_external(&self, stream: &HostStream, event: &HostEvent) -> Result<()> {
         let call = Call::Driver("cuStreamWaitEvent");
         self.check_ours(call, "event", &event.device)?;
-        let (mut state, key) = self.enter_on(call, stream)?;
-        if state.admit(call, key)?.is_none() {
-            drop(state);
-            return self.wait(stream, event);
+        let captured = self.on(call, stream, |state, key| {
+            let captured = state.admit(call, key)?.is_some();
+            state.capture(key, Work::WaitEvent(event.key));
+            Ok(captured)
+        })?;
+        if captured {
+            return Ok(());
         }
-        state.capture(key, Work::WaitEvent(event.key));
-        Ok(())
+        self.wait(stream, event)
     }
 
     /// `cuThreadExchangeStreamCaptureMode`: how strictly this thread's calls are judged; gives what held before. At first

@@ -3,6 +3,7 @@
 //! The rules are those that the driver of an H200 gave (driver 580, CUDA 13.0), code for code. Refusals that were not
 //! measured follow CUDA's documentation.
 
+use std::convert::Infallible;
 use std::thread;
 
 use super::capture::{Capture, Joined};
@@ -11,7 +12,7 @@ use super::stream::{CaptureKey, Frontier, Record, StreamKey};
 use crate::device::{Call, CaptureMode, Code, DeviceError, Result};
 
 impl State {
-    /// Breaks a capture, and says so.
+    /// Breaks a capture by a call that is none of its operations, and says so.
     pub(super) fn invalidate(
         &mut self,
         capture: CaptureKey,
@@ -19,18 +20,79 @@ impl State {
         code: Code,
         why: &str,
     ) -> DeviceError {
-        let detail = match self.captures.get_mut(capture) {
-            None => why.to_owned(),
-            Some(underway) => {
-                underway.broken_by.get_or_insert(call);
-                let origin = underway.origin;
-                format!(
-                    "{why}; the capture on {} is invalid now and must be ended",
-                    self.stream_name(origin)
-                )
-            }
+        self.break_capture(capture, None, call, code, why)
+    }
+
+    /// The same by a call on one of its own streams.
+    pub(super) fn invalidate_own(
+        &mut self,
+        capture: CaptureKey,
+        call: Call,
+        code: Code,
+        why: &str,
+    ) -> DeviceError {
+        let position = self.captures.get(capture).map(|c| c.log.next());
+        self.break_capture(capture, position, call, code, why)
+    }
+
+    fn break_capture(
+        &mut self,
+        capture: CaptureKey,
+        position: Option<u64>,
+        call: Call,
+        code: Code,
+        why: &str,
+    ) -> DeviceError {
+        let mut error = DeviceError::new(call, code, why);
+        let Some(underway) = self.captures.get(capture) else {
+            return error;
         };
-        DeviceError::new(call, code, detail)
+        error.position = position;
+        error.detail = format!(
+            "{why}; the capture on {} is invalid now and must be ended",
+            self.stream_name(underway.origin)
+        );
+        let log = &mut self.captures[capture].log;
+        log.explain(&mut error);
+        log.break_by(&error);
+        error
+    }
+
+    /// The capture that a stream takes part in, and whether it is broken.
+    fn taking_part(&self, key: StreamKey) -> Option<(CaptureKey, bool)> {
+        let joined = self.streams[key].joined.as_ref()?;
+        Some((joined.capture, self.captures[joined.capture].is_broken()))
+    }
+
+    /// Makes a call on a stream, and takes note of it where the stream captures.
+    pub(super) fn on<T>(
+        &mut self,
+        call: Call,
+        key: StreamKey,
+        f: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
+        let before = self.taking_part(key);
+        let result = f(self);
+        match before.and_then(|(capture, broken)| Some((self.captures.get_mut(capture)?, broken))) {
+            Some((capture, broken)) => capture.log.answer(call, broken, result),
+            None => result,
+        }
+    }
+
+    /// A call on a stream that was refused before it came here.
+    pub(super) fn refuse(
+        &mut self,
+        key: StreamKey,
+        error: DeviceError,
+        invalidate: bool,
+    ) -> DeviceError {
+        let taking_part = self.taking_part(key);
+        let refused = self.on(error.call, key, |_| Err::<Infallible, _>(error));
+        let Err(error) = refused;
+        if invalidate && let Some((capture, false)) = taking_part {
+            self.captures[capture].log.break_by(&error);
+        }
+        error
     }
 
     /// The capture a stream takes part in, refused where it is broken.
@@ -38,20 +100,18 @@ impl State {
         let Some(joined) = &self.streams[key].joined else {
             return Ok(None);
         };
-        match self.captures[joined.capture].broken_by {
-            None => Ok(Some(joined.capture)),
-            Some(by) => {
-                let detail = format!(
-                    "the capture on {} was broken by {by:?}; end it",
-                    self.stream_name(key)
-                );
-                Err(DeviceError::new(
-                    call,
-                    Code::StreamCaptureInvalidated,
-                    detail,
-                ))
-            }
+        if !self.captures[joined.capture].is_broken() {
+            return Ok(Some(joined.capture));
         }
+        let detail = format!(
+            "{} takes part in a capture that is broken; end it",
+            self.stream_name(key)
+        );
+        Err(DeviceError::new(
+            call,
+            Code::StreamCaptureInvalidated,
+            detail,
+        ))
     }
 
     /// Work for a stream: the capture it goes into, or none.
@@ -87,7 +147,7 @@ impl State {
         match self.admit(call, key)? {
             None => Ok(()),
             Some(capture) => {
-                Err(self.invalidate(capture, call, Code::StreamCaptureUnsupported, why))
+                Err(self.invalidate_own(capture, call, Code::StreamCaptureUnsupported, why))
             }
         }
     }
@@ -194,23 +254,21 @@ impl State {
             (Record::Never, _) | (Record::Point(_), None) => return Ok(false),
             (Record::Point(_), Some(own)) => {
                 let why = "the event was recorded outside of the capture";
-                return Err(self.invalidate(own, call, Code::StreamCaptureIsolation, why));
+                return Err(self.invalidate_own(own, call, Code::StreamCaptureIsolation, why));
             }
             (Record::Captured { capture, after }, _) => (*capture, after),
         };
         self.refuse_stale(call, capture)?;
         if let Some(own) = own.filter(|&own| own != capture) {
             let why = "the event belongs to another capture";
-            self.invalidate(own, call, Code::StreamCaptureMerge, why);
+            self.invalidate_own(own, call, Code::StreamCaptureMerge, why);
             return Err(self.invalidate(capture, call, Code::StreamCaptureMerge, why));
         }
-        if self.captures[capture].broken_by.is_some() {
+        if self.captures[capture].is_broken() {
             let detail = "the event was recorded in a capture that is invalid; end that capture";
-            return Err(DeviceError::new(
-                call,
-                Code::StreamCaptureInvalidated,
-                detail,
-            ));
+            let mut error = DeviceError::new(call, Code::StreamCaptureInvalidated, detail);
+            self.captures[capture].log.explain(&mut error);
+            return Err(error);
         }
         if key == self.default_stream {
             let why = "the default stream cannot take part in a capture";

@@ -115,10 +115,8 @@ impl Broken {
     /// The error that a call gets which runs into it.
     pub(super) fn error(&self, call: Call) -> DeviceError {
         DeviceError {
-            call,
-            code: self.code,
-            detail: self.detail.clone(),
             fault: self.fault.clone(),
+            ..DeviceError::new(call, self.code, self.detail.clone())
         }
     }
 }
