@@ -130,7 +130,7 @@ impl GraphInfo {
     }
 }
 
-/// An accelerator with virtual memory, streams, events and graphs.
+/// An accelerator with memory, streams, events and graphs.
 ///
 /// # Errors
 /// Every fallible method gives a [`DeviceError`]: the call, the driver's code, and in words what was
@@ -159,14 +159,14 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// What sizes and addresses of [`map`](Device::map) and [`reserve`](Device::reserve) are multiples of, in bytes.
     fn granularity(&self) -> u64;
 
-    /// Reserves `bytes` (a multiple of the granularity) of addresses. Nothing is mapped there yet.
-    /// Legal during a capture, in every mode.
+    /// Reserves `bytes` (a multiple of the granularity) of addresses. Nothing is mapped there yet; whether physical memory is taken already is
+    /// the device's choice. Legal during a capture, in every mode.
     fn reserve(&self, bytes: u64) -> Result<DevicePtr>;
 
-    /// Gives back what [`reserve`](Device::reserve) gave; nothing may be mapped there.
+    /// Gives back what [`reserve`](Device::reserve) gave; nothing may be mapped there. Legal during a capture, in every mode. May wait for work.
     fn release(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
-    /// Maps fresh physical memory under a reserved range that has none. Legal during a capture, in
+    /// Maps physical memory under a reserved range that has none mapped. Legal during a capture, in
     /// every mode; waits for nothing. The bytes there are undefined, and live until marked otherwise.
     fn map(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
@@ -177,8 +177,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     }
 
     /// Unmaps what one call of [`map`](Device::map) mapped. Waits for nothing: the caller has seen to it
-    /// that no work in flight touches the range. A graph captured with the address keeps it, and
-    /// runs again once something is mapped there.
+    /// that no work in flight touches the range. The physical memory is free again now, or (where reserving took it) when the range
+    /// is released. A graph captured with the address keeps it, and runs again once something is mapped there.
     fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
     /// Tells the device in stream order that a range changes hands. A device without memory checks does nothing.

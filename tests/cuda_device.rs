@@ -4,8 +4,12 @@
 
 mod cuda_support;
 
-use cuda_support::{MIB, Range, codes, device, pattern, read};
-use cudagraph_trees::device::cuda::{CudaDevice, CudaUnavailable, probe};
+use std::thread;
+
+use cuda_support::{MIB, Range, codes, device, pattern, read, with_memory};
+use cudagraph_trees::device::cuda::{
+    CudaCounts, CudaDevice, CudaMemory, CudaOptions, CudaUnavailable, probe,
+};
 use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::kernels::KernelSet;
 use cudagraph_trees::device::{Call, CaptureMode, Code, Device, Kernel, KernelArg, LaunchConfig};
@@ -13,7 +17,9 @@ use cudarc::driver::{CudaContext, sys};
 
 #[test]
 fn a_machine_says_what_cuda_it_has() {
-    match (probe(), CudaDevice::new(u32::MAX).map(drop)) {
+    let beyond = CudaDevice::with_options(u32::MAX, CudaOptions::default()).map(drop);
+    assert_eq!(beyond, CudaDevice::new(u32::MAX).map(drop));
+    match (probe(), beyond) {
         (Ok(there), Err(CudaUnavailable::NoDevice { devices, .. })) => {
             assert_eq!(there.devices, devices);
         }
@@ -29,9 +35,27 @@ fn a_machine_says_what_cuda_it_has() {
     }
 }
 
+const MEMORIES: [CudaMemory; 2] = [CudaMemory::Virtual, CudaMemory::Plain];
+
+const MODES: [CaptureMode; 3] = [
+    CaptureMode::Global,
+    CaptureMode::ThreadLocal,
+    CaptureMode::Relaxed,
+];
+
 #[test]
 fn memory_is_booked_and_given_back() {
-    let Some((_alone, d)) = device() else { return };
+    for memory in MEMORIES {
+        let Some((_alone, d)) = with_memory(memory) else {
+            return;
+        };
+        assert_eq!(d.memory(), memory);
+        booked(&d);
+    }
+}
+
+/// The same calls are refused, whatever the memory.
+fn booked(d: &CudaDevice) {
     let page = d.granularity();
     let before = d.counts();
     let ptr = d.reserve(4 * page).unwrap();
@@ -61,31 +85,121 @@ fn memory_is_booked_and_given_back() {
     d.release(ptr, 4 * page).unwrap();
     assert_eq!(d.counts(), before);
 
-    // More than there is: nothing is left behind.
-    let memory = d.memory_info().unwrap();
-    let much = (memory.total + page).next_multiple_of(page);
-    let ptr = d.reserve(much).unwrap();
-    let refused = d.map(ptr, much).unwrap_err();
+    // More than there is: nothing is left behind. Plain memory is taken when it is reserved.
+    let much = (d.memory_info().unwrap().total + page).next_multiple_of(page);
+    let (call, refused) = match d.reserve(much) {
+        Err(refused) => (Call::Reserve, refused),
+        Ok(ptr) => {
+            let refused = d.map(ptr, much).unwrap_err();
+            d.release(ptr, much).unwrap();
+            (Call::Map, refused)
+        }
+    };
+    let plain = d.memory() == CudaMemory::Plain;
+    assert_eq!(call, if plain { Call::Reserve } else { Call::Map });
     assert_eq!(
         (refused.call, refused.code),
-        (Call::Map, Code::OutOfMemory),
+        (call, Code::OutOfMemory),
         "{refused}"
     );
     assert!(refused.detail.contains("are free"), "{refused}");
-    d.release(ptr, much).unwrap();
     assert_eq!(d.counts(), before);
 }
 
 #[test]
+fn plain_memory_is_taken_from_reserve_to_release() {
+    let Some((_alone, d)) = with_memory(CudaMemory::Plain) else {
+        return;
+    };
+    let bytes = 64 * d.granularity();
+    // The driver may take a little more or less than what is asked for.
+    let before = d.memory_info().unwrap().free;
+    let taken = || before.saturating_sub(d.memory_info().unwrap().free) >= bytes;
+    let ptr = d.reserve(bytes).unwrap();
+    assert!(taken());
+    let counts = |mapped_bytes, mapped_ranges| {
+        let now = d.counts();
+        assert_eq!(
+            (now.mapped_bytes, now.mapped_ranges, now.reserved_ranges),
+            (mapped_bytes, mapped_ranges, 1)
+        );
+    };
+    counts(0, 0);
+    d.map(ptr, bytes).unwrap();
+    counts(bytes, 1);
+    d.unmap(ptr, bytes).unwrap();
+    counts(0, 0);
+    assert!(taken());
+    d.release(ptr, bytes).unwrap();
+    assert!(!taken());
+    assert_eq!(d.counts(), CudaCounts::default());
+}
+
+#[test]
+fn memory_is_taken_and_given_back_while_a_stream_captures() {
+    for memory in MEMORIES {
+        let Some((_alone, d)) = with_memory(memory) else {
+            return;
+        };
+        let page = d.granularity();
+        let set = KernelSet::load(&d).unwrap();
+        let stream = d.create_stream().unwrap();
+        let kept = Range::new(&d, page);
+        for mode in MODES {
+            for here in [true, false] {
+                let take = || {
+                    let other = d.reserve(page).unwrap();
+                    d.map(other, page).unwrap();
+                    let range = d.reserve(2 * page).unwrap();
+                    d.map(range, 2 * page).unwrap();
+                    d.unmap(other, page).unwrap();
+                    d.release(other, page).unwrap();
+                    range
+                };
+                d.begin_capture(&stream, mode).unwrap();
+                let range = match here {
+                    true => take(),
+                    false => thread::scope(|scope| scope.spawn(take).join().unwrap()),
+                };
+                set.fill(&d, &stream, range, 4, 2.0).unwrap();
+                set.scale_add(&d, &stream, kept.ptr, range, 4, 3.0, 1.0)
+                    .unwrap();
+                let graph = d.end_capture(&stream).unwrap();
+                let info = d.graph_info(&graph).unwrap();
+                assert_eq!((info.nodes(), info.kernels), (2, 2));
+                let exec = d.instantiate(&graph).unwrap();
+                d.fill(&stream, kept.ptr, 0, 16).unwrap();
+                d.launch_graph(&exec, &stream, &[]).unwrap();
+                let want = [7.0_f32; 4].map(f32::to_le_bytes).concat();
+                assert_eq!(
+                    read(&d, &stream, kept.ptr, 16),
+                    want,
+                    "{memory:?}, {mode:?}, here: {here}"
+                );
+                d.unmap(range, 2 * page).unwrap();
+                d.release(range, 2 * page).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
 fn memory_comes_and_goes_under_a_graph() {
-    let Some((_alone, d)) = device() else { return };
+    for memory in MEMORIES {
+        if let Some((_alone, d)) = with_memory(memory) {
+            comes_and_goes(&d);
+        }
+    }
+}
+
+fn comes_and_goes(d: &CudaDevice) {
     let page = d.granularity();
-    let set = KernelSet::load(&d).unwrap();
+    let set = KernelSet::load(d).unwrap();
     let stream = d.create_stream().unwrap();
     let ptr = d.reserve(page).unwrap();
     // Captured and made executable while nothing is mapped there.
     d.begin_capture(&stream, CaptureMode::ThreadLocal).unwrap();
-    set.increment(&d, &stream, ptr, 4, 1.0).unwrap();
+    set.increment(d, &stream, ptr, 4, 1.0).unwrap();
     let graph = d.end_capture(&stream).unwrap();
     assert_eq!(d.graph_info(&graph).unwrap().kernels, 1);
     let exec = d.instantiate(&graph).unwrap();
@@ -95,7 +209,7 @@ fn memory_comes_and_goes_under_a_graph() {
         let start = [round as f32; 4];
         d.write(&stream, ptr, bytemuck::cast_slice(&start)).unwrap();
         d.launch_graph(&exec, &stream, &[]).unwrap();
-        let got = read(&d, &stream, ptr, 16);
+        let got = read(d, &stream, ptr, 16);
         assert_eq!(
             got,
             bytemuck::cast_slice::<f32, u8>(&[round as f32 + 1.0; 4])

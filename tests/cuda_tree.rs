@@ -6,12 +6,15 @@ mod cuda_support;
 
 use common::Rig;
 use cudagraph_trees::device::Device;
+use cudagraph_trees::device::cuda::CudaMemory;
 use cudagraph_trees::{FunctionSpec, Phase};
 
 #[test]
 fn on_cuda() {
-    if let Some(device) = cuda_support::cuda() {
-        warmed_recorded_and_replayed(Rig::new(device));
+    for memory in [CudaMemory::Virtual, CudaMemory::Plain] {
+        if let Some((_alone, device)) = cuda_support::with_memory(memory) {
+            warmed_recorded_and_replayed(Rig::new(device));
+        }
     }
 }
 

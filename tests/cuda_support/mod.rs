@@ -3,25 +3,47 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use cudagraph_trees::device::cuda::{CudaDevice, CudaStream};
+use cudagraph_trees::device::cuda::{CudaDevice, CudaMemory, CudaOptions, CudaStream};
 use cudagraph_trees::device::{Call, Code, Device, DeviceError, DevicePtr};
 
 pub const MIB: u64 = 1 << 20;
 
 /// The tests run one by one: what one does beside another's capture in the global mode would break it.
 pub fn device() -> Option<(MutexGuard<'static, ()>, CudaDevice)> {
-    static ONE_BY_ONE: Mutex<()> = Mutex::new(());
-    let alone = ONE_BY_ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let alone = one_by_one();
     Some((alone, cuda()?))
 }
 
-/// The first device. Where there is none, that is said, and the test passes, unless `CUDAGRAPH_TREES_DEVICE` is `cuda`.
+/// The first device with this memory, whatever was chosen, and alone as well.
+pub fn with_memory(memory: CudaMemory) -> Option<(MutexGuard<'static, ()>, CudaDevice)> {
+    let alone = one_by_one();
+    Some((alone, open(memory)?))
+}
+
+fn one_by_one() -> MutexGuard<'static, ()> {
+    static ONE_BY_ONE: Mutex<()> = Mutex::new(());
+    ONE_BY_ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The memory that `CUDAGRAPH_TREES_DEVICE` asks for: `cuda` or `cuda-plain`.
+fn wanted() -> Option<CudaMemory> {
+    match std::env::var("CUDAGRAPH_TREES_DEVICE").ok()?.as_str() {
+        "cuda" => Some(CudaMemory::Virtual),
+        "cuda-plain" => Some(CudaMemory::Plain),
+        _ => None,
+    }
+}
+
+/// The first device, with the memory that was chosen. Where there is none, that is said, and the test passes, unless one was chosen.
 pub fn cuda() -> Option<CudaDevice> {
-    match CudaDevice::new(0) {
+    open(wanted().unwrap_or_default())
+}
+
+fn open(memory: CudaMemory) -> Option<CudaDevice> {
+    match CudaDevice::with_options(0, CudaOptions::default().memory(memory)) {
         Ok(device) => Some(device),
         Err(why) => {
-            let wanted = std::env::var("CUDAGRAPH_TREES_DEVICE").is_ok_and(|kind| kind == "cuda");
-            assert!(!wanted, "no CUDA device: {why}");
+            assert!(wanted().is_none(), "no CUDA device: {why}");
             println!("skipped: no CUDA device ({why})");
             None
         }

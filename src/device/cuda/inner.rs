@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, sys};
 use super::codes;
 use super::driver::{Driver, SUCCESS};
 use super::gather::GatherKernels;
-use super::memory::Books;
+use super::memory::{Books, Source};
 use super::module::Modules;
 use super::stream::Wrapped;
 use crate::device::{Call, Code, DeviceError, Result};
@@ -34,9 +34,9 @@ pub(super) struct Inner {
     pub(super) name: String,
     /// The compute capability: major, minor.
     pub(super) arch: (u32, u32),
+    /// Where memory comes from, and with it what sizes and addresses are multiples of.
+    pub(super) source: Source,
     pub(super) granularity: u64,
-    /// What a chunk of physical memory is like.
-    pub(super) chunk: Shared<sys::CUmemAllocationProp>,
     /// Whether the device reads pageable memory itself, so that a copy from there may still be reading when its call returns.
     pub(super) reads_pageable: bool,
     pub(super) next_stream: AtomicU32,
@@ -146,14 +146,18 @@ impl Inner {
     /// Begins a call that destroys something, from a drop: also on a lost context. `None` where the context cannot be made current, and so nothing
     /// can be destroyed in it.
     pub(super) fn ending(&self, what: &'static str) -> Option<Ending<'_>> {
-        let call = Call::Driver(what);
-        let current = self.current(call).ok()?;
+        self.ending_call(Call::Driver(what)).ok()
+    }
+
+    /// The same for a call that can fail.
+    pub(super) fn ending_call(&self, call: Call) -> Result<Ending<'_>> {
+        let current = self.current(call)?;
         let relaxed = match self.lost.get() {
             None => self.relax(call).ok(),
             // Nothing captures in a lost context.
             Some(_) => None,
         };
-        Some(Ending {
+        Ok(Ending {
             _relaxed: relaxed,
             _current: current,
         })
