@@ -5,8 +5,9 @@
 //! chosen calls fail. Each method states what must hold before it (the caller's duty) and what
 //! holds after it (the device's).
 //!
-//! A device handle is cheap to clone and may be used from any thread. Dropping one (a stream, an event, a graph, an executable) touches no
-//! capture underway, of whatever thread and in whatever mode, and fails for nobody; only waiting does.
+//! A device handle is cheap to clone and may be used from any thread. Dropping one (a stream, an event, a graph, an executable, the device)
+//! touches no capture underway, of whatever thread and in whatever mode, and fails for nobody; only waiting does, but for
+//! [`quiesce`](Device::quiesce).
 
 #[cfg(feature = "cuda-any")]
 pub mod cuda;
@@ -204,6 +205,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Waits until all work of the device has run. Refused while any stream captures, and invalidates that capture.
     fn synchronize_device(&self) -> Result<()>;
+
+    /// Waits until all work of the device that was enqueued before has run, but for what captures hold. Touches no capture, of whatever thread and
+    /// in whatever mode, and is refused because of none: so a drop waits, which cannot know whose captures are underway.
+    fn quiesce(&self) -> Result<()>;
 
     /// Whether the stream's work has run.
     fn query(&self, stream: &Self::Stream) -> Result<bool>;

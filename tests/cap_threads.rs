@@ -223,6 +223,12 @@ fn rows<D: Device>() -> Vec<Row<D>> {
             [1, 0, 0],
         ),
         row(
+            "quiesce the device",
+            |d: &D, _: &Others<D>| d.quiesce(),
+            [0; 3],
+            [0; 3],
+        ),
+        row(
             "ask for free memory",
             |d: &D, _: &Others<D>| d.memory_info().map(drop),
             [0; 3],

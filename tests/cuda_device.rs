@@ -8,11 +8,13 @@ use std::thread;
 
 use cuda_support::{MIB, Range, codes, device, pattern, read, with_memory};
 use cudagraph_trees::device::cuda::{
-    CudaCounts, CudaDevice, CudaMemory, CudaOptions, CudaUnavailable, probe,
+    CudaCounts, CudaDevice, CudaMemory, CudaOptions, CudaStream, CudaUnavailable, probe,
 };
 use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::kernels::KernelSet;
-use cudagraph_trees::device::{Call, CaptureMode, Code, Device, Kernel, KernelArg, LaunchConfig};
+use cudagraph_trees::device::{
+    Call, CaptureMode, CaptureStatus, Code, Device, Kernel, KernelArg, LaunchConfig,
+};
 use cudarc::driver::{CudaContext, sys};
 
 #[test]
@@ -395,6 +397,109 @@ fn streams_have_numbers_and_events_are_points() {
     drop((a, event));
     d.synchronize_device().unwrap();
     assert_eq!(read(&d, &b, range.ptr, 4), 3.0_f32.to_le_bytes());
+}
+
+/// Adds a million numbers by one thread, into the memory's last word: long enough that a missing wait shows.
+fn long(d: &CudaDevice, set: &KernelSet<CudaDevice>, stream: &CudaStream, range: &Range<'_>) {
+    set.sum(d, stream, range.ptr.offset(16 * MIB), range.ptr, 1 << 20)
+        .unwrap();
+}
+
+/// Whether all of a stream's work has run, by the driver's word.
+fn is_idle(stream: sys::CUstream) -> bool {
+    // SAFETY: the stream is alive.
+    unsafe { sys::cuStreamQuery(stream) == sys::CUresult::CUDA_SUCCESS }
+}
+
+#[test]
+fn quiescing_waits_for_streams_that_the_device_does_not_know() {
+    let Some((_alone, d)) = device() else { return };
+    let set = KernelSet::load(&d).unwrap();
+    let context = d.context().clone();
+    context.bind_to_thread().unwrap(); // what the null stream is, is the context's to say
+    for mode in MODES {
+        let range = Range::new(&d, 32 * MIB);
+        let capturing = d.create_stream().unwrap();
+        set.fill(&d, &capturing, range.ptr, 1 << 20, 1.0).unwrap();
+        d.synchronize(&capturing).unwrap();
+        // A stream of cudarc's that the device has forgotten again, and the default stream.
+        let theirs = context.new_stream().unwrap();
+        let known = d.stream_from_cudarc(theirs.clone()).unwrap();
+        long(&d, &set, &known, &range);
+        drop(known);
+        assert!(!is_idle(theirs.cu_stream()));
+        d.begin_capture(&capturing, mode).unwrap();
+        thread::scope(|scope| scope.spawn(|| d.quiesce().unwrap()).join().unwrap());
+        d.quiesce().unwrap();
+        assert_eq!(d.capture_status(&capturing), Ok(CaptureStatus::Active));
+        d.end_capture(&capturing).unwrap();
+        assert!(is_idle(theirs.cu_stream()), "{mode:?}");
+
+        long(&d, &set, &d.default_stream(), &range);
+        d.quiesce().unwrap();
+        assert!(is_idle(std::ptr::null_mut()));
+
+        // What was enqueued before the stream began to capture.
+        d.fill(&capturing, range.ptr.offset(16 * MIB), 0, 4)
+            .unwrap();
+        long(&d, &set, &capturing, &range);
+        d.begin_capture(&capturing, mode).unwrap();
+        d.quiesce().unwrap();
+        d.end_capture(&capturing).unwrap();
+        assert!(is_idle(capturing.raw()), "{mode:?}");
+    }
+}
+
+#[test]
+fn a_device_ends_beside_a_capture_of_another() {
+    let Some((_alone, d)) = device() else { return };
+    let set = KernelSet::load(&d).unwrap();
+    let stream = d.create_stream().unwrap();
+    let range = Range::new(&d, 32 * MIB);
+    set.fill(&d, &stream, range.ptr, 1 << 20, 1.0).unwrap();
+    d.synchronize(&stream).unwrap();
+    let (out, total) = (range.ptr.offset(20 * MIB), range.ptr.offset(16 * MIB));
+    for (memory, mode, here) in MEMORIES
+        .into_iter()
+        .flat_map(|memory| MODES.map(|mode| (memory, mode)))
+        .flat_map(|(memory, mode)| [true, false].map(|here| (memory, mode, here)))
+    {
+        // Another device in the same context, with kernels loaded, memory mapped, and work in flight that touches it.
+        let options = CudaOptions::default().memory(memory);
+        let other = CudaDevice::adopt_with(d.context().clone(), options).unwrap();
+        let theirs = KernelSet::load(&other).unwrap();
+        let page = other.granularity();
+        let ptr = other.reserve(2 * page).unwrap();
+        other.map(ptr, page).unwrap();
+        other.map(ptr.offset(page), page).unwrap();
+        let working = other.create_stream().unwrap();
+        d.fill(&stream, total, 0, 4).unwrap();
+        d.synchronize(&stream).unwrap();
+        theirs
+            .sum(&other, &working, ptr, range.ptr, 1 << 20)
+            .unwrap();
+        theirs.copy(&other, &working, total, ptr, 1).unwrap();
+
+        d.begin_capture(&stream, mode).unwrap();
+        set.fill(&d, &stream, out, 4, 3.0).unwrap();
+        let leaving = move || drop((theirs, working, other));
+        match here {
+            true => leaving(),
+            false => thread::scope(|scope| scope.spawn(leaving).join().unwrap()),
+        }
+        let at = format!("{memory:?}, {mode:?}, here: {here}");
+        assert_eq!(d.capture_status(&stream), Ok(CaptureStatus::Active), "{at}");
+        let graph = d.end_capture(&stream).unwrap();
+        let exec = d.instantiate(&graph).unwrap();
+        d.launch_graph(&exec, &stream, &[]).unwrap();
+        assert_eq!(
+            read(&d, &stream, out, 16),
+            [3.0_f32; 4].map(f32::to_le_bytes).concat(),
+            "{at}"
+        );
+        let sum = (1_u32 << 20) as f32;
+        assert_eq!(read(&d, &stream, total, 4), sum.to_le_bytes(), "{at}");
+    }
 }
 
 fn current() -> sys::CUcontext {

@@ -37,6 +37,7 @@ mod memory;
 mod module;
 mod nvrtc;
 mod ptx;
+mod quiesce;
 mod stream;
 mod typed;
 mod unavailable;
@@ -196,7 +197,7 @@ impl CudaDevice {
                 (Source::Virtual(Shared(chunk)), granularity)
             }
         };
-        Ok(CudaDevice {
+        let device = CudaDevice {
             inner: Arc::new(Inner {
                 driver,
                 raw: Shared(context.cu_ctx()),
@@ -209,7 +210,9 @@ impl CudaDevice {
                 next_stream: AtomicU32::new(1),
                 books: Mutex::default(),
                 modules: Mutex::default(),
+                streams: Mutex::default(),
                 wrapped: Mutex::default(),
+                block: Mutex::default(),
                 gather: OnceLock::new(),
                 gathered: Mutex::default(),
                 captures: AtomicUsize::new(0),
@@ -217,7 +220,12 @@ impl CudaDevice {
                 lost: OnceLock::new(),
                 context: ManuallyDrop::new(context),
             }),
-        })
+        };
+        let call = Call::Driver("cuMemAlloc");
+        if let Ok(_ready) = device.inner.ending_call(call) {
+            device.inner.keep_block(call);
+        }
+        Ok(device)
     }
 
     /// The context, for cudarc's own calls.

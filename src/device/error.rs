@@ -16,6 +16,7 @@ pub enum Call {
     CreateStream,
     Synchronize,
     SynchronizeDevice,
+    Quiesce,
     Query,
     CreateEvent,
     Record,

@@ -188,6 +188,7 @@ impl<D: Device> Device for Faulty<D> {
         CreateStream: fn create_stream() -> D::Stream;
         Synchronize on stream: fn synchronize(stream: &D::Stream) -> ();
         SynchronizeDevice: fn synchronize_device() -> ();
+        Quiesce: fn quiesce() -> ();
         Query on stream: fn query(stream: &D::Stream) -> bool;
         CreateEvent: fn create_event() -> D::Event;
         Record on stream: fn record(event: &D::Event, stream: &D::Stream) -> ();

@@ -1,9 +1,10 @@
 //! What all handles of a CUDA device share, and how every call is made: the context current, the code read, a loss remembered.
 
+use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use cudarc::driver::{CudaContext, sys};
 
@@ -12,7 +13,7 @@ use super::driver::{Driver, SUCCESS};
 use super::gather::GatherKernels;
 use super::memory::{Books, Source};
 use super::module::Modules;
-use super::stream::Wrapped;
+use super::stream::{Handle, Wrapped};
 use crate::device::{Call, Code, DeviceError, Result};
 
 /// A value of the driver's that threads may share.
@@ -42,7 +43,11 @@ pub(super) struct Inner {
     pub(super) next_stream: AtomicU32,
     pub(super) books: Mutex<Books>,
     pub(super) modules: Mutex<Modules>,
+    /// The streams that this device keeps alive itself, by number.
+    pub(super) streams: Mutex<HashMap<u32, Weak<Handle>>>,
     pub(super) wrapped: Mutex<Wrapped>,
+    /// Memory that is freed to wait for all streams.
+    pub(super) block: Mutex<Option<sys::CUdeviceptr>>,
     pub(super) gather: OnceLock<GatherKernels>,
     /// The captures underway that have their gather, by the driver's number.
     pub(super) gathered: Mutex<Vec<u64>>,
@@ -214,9 +219,13 @@ impl Inner {
 
 impl Drop for Inner {
     /// The last handle is gone: memory and kernels are given back, then the context.
+    ///
+    /// Work may still run, of streams that are gone or that are the caller's, and is waited for. Whatever captures in this context is somebody
+    /// else's, since a stream of this device would keep the device; it minds neither the wait nor what follows.
     fn drop(&mut self) {
         if let Some(_ending) = self.ending("drop") {
-            self.give_back_memory();
+            let waited = self.wait_by_freeing(Call::Driver("drop"));
+            self.give_back_memory(waited);
             self.unload_modules();
         }
         let mut before = ptr::null_mut();

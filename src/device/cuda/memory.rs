@@ -185,8 +185,8 @@ impl Inner {
         Ok((base.next_multiple_of(self.granularity), base))
     }
 
-    /// Memory as the driver gives it. The thread's capture mode is relaxed.
-    fn allocate_block(&self, call: Call, bytes: u64) -> Result<u64> {
+    /// Memory as the driver gives it. The context is current, and the thread's capture mode relaxed.
+    pub(super) fn allocate_block(&self, call: Call, bytes: u64) -> Result<u64> {
         let mut ptr = 0;
         // SAFETY: the pointer is to a live local.
         let code = unsafe { (self.driver.cuMemAlloc_v2)(&raw mut ptr, bytes as usize) };
@@ -194,8 +194,8 @@ impl Inner {
         Ok(ptr)
     }
 
-    /// Frees what `allocate_block` gave, which waits for work of all streams. The thread's capture mode is relaxed.
-    fn free_block(&self, base: u64) -> u32 {
+    /// Frees what `allocate_block` gave, which waits for work of all streams. The context is current, and the thread's capture mode relaxed.
+    pub(super) fn free_block(&self, base: u64) -> u32 {
         // SAFETY: the driver gave it, and it is in no book any more.
         unsafe { (self.driver.cuMemFree_v2)(base) }
     }
@@ -350,19 +350,19 @@ impl Inner {
         Err(refused(call, ptr, bytes, &why))
     }
 
-    /// Gives everything back: for the device's end, when no handle is left. Where something is left, all work is waited for first.
-    pub(super) fn give_back_memory(&self) {
+    /// Gives everything back: for the device's end, when no handle is left, and all work has been waited for, if it could be.
+    pub(super) fn give_back_memory(&self, waited: Result<()>) {
         let mut books = lock(&self.books);
         if books.is_empty() {
             return;
         }
-        tracing::debug!(
-            ranges = books.mapped.len(),
-            "a CUDA device ends with memory mapped; waiting for its work"
-        );
-        // SAFETY: no pointers; the context is current.
-        if unsafe { (self.driver.cuCtxSynchronize)() } != SUCCESS && self.lost.get().is_none() {
-            // Work may still touch it (a capture is underway, say): then it is better left mapped.
+        let ranges = books.mapped.len();
+        tracing::debug!(ranges, "a CUDA device ends with memory mapped");
+        if let Err(error) = waited
+            && self.lost.get().is_none()
+        {
+            // Work may still touch it: then it is better left mapped.
+            tracing::warn!(%error, ranges, "a CUDA device's work could not be waited for at its end; its memory is left to the context");
             return;
         }
         for (ptr, mapping) in std::mem::take(&mut books.mapped) {

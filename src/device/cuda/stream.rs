@@ -97,6 +97,7 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.capture_ended();
+        lock(&self.device.streams).remove(&self.id);
         if let Some(stream) = self.cudarc.take()
             && Arc::into_inner(stream).is_none()
         {
@@ -156,14 +157,20 @@ fn next_id(device: &Inner) -> u32 {
 }
 
 fn handle(device: &Arc<Inner>, raw: sys::CUstream, id: u32, owner: Owner) -> Arc<Handle> {
-    Arc::new(Handle {
+    // A stream of the caller's may be destroyed as soon as the caller has dropped its handles: nobody else may hold one.
+    let kept = !matches!(owner, Owner::Other);
+    let new = Arc::new(Handle {
         device: device.clone(),
         raw: Shared(raw),
         id,
         begun: AtomicBool::new(false),
         cudarc: OnceLock::new(),
         owner,
-    })
+    });
+    if kept {
+        lock(&device.streams).insert(id, Arc::downgrade(&new));
+    }
+    new
 }
 
 /// The default stream.

@@ -7,7 +7,7 @@ use cudarc::driver::sys;
 use super::inner::{Current, Inner};
 use super::stream::Handle;
 use super::{CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaStream};
-use super::{graph, stream};
+use super::{graph, quiesce, stream};
 use crate::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
     GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
@@ -135,6 +135,10 @@ impl Device for CudaDevice {
         let code = unsafe { (self.inner.driver.cuCtxSynchronize)() };
         self.inner
             .check(call, code, || "to wait for the device".into())
+    }
+
+    fn quiesce(&self) -> Result<()> {
+        quiesce::quiesce(&self.inner)
     }
 
     fn query(&self, stream: &CudaStream) -> Result<bool> {

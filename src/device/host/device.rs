@@ -136,6 +136,12 @@ impl Device for HostDevice {
         state.run_until(call, |state| state.busy.is_empty())
     }
 
+    fn quiesce(&self) -> Result<()> {
+        let call = Call::Quiesce;
+        self.enter(call)?
+            .run_until(call, |state| state.busy.is_empty())
+    }
+
     fn query(&self, stream: &HostStream) -> Result<bool> {
         let call = Call::Query;
         let (mut state, key) = self.enter_on(call, stream)?;
