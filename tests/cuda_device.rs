@@ -6,14 +6,15 @@ mod cuda_support;
 
 use std::thread;
 
-use cuda_support::{MIB, Range, codes, device, pattern, read, with_memory};
+use cuda_support::{MIB, OtherContext, Range, codes, current, device, pattern, read, with_memory};
 use cudagraph_trees::device::cuda::{
     CudaCounts, CudaDevice, CudaMemory, CudaOptions, CudaStream, CudaUnavailable, probe,
 };
 use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::kernels::KernelSet;
 use cudagraph_trees::device::{
-    Call, CaptureMode, CaptureStatus, Code, Device, Kernel, KernelArg, LaunchConfig,
+    Call, CaptureMode, CaptureStatus, Code, Device, GatherSlot, Kernel, KernelArg, LaunchConfig,
+    Mark,
 };
 use cudarc::driver::{CudaContext, sys};
 
@@ -502,16 +503,6 @@ fn a_device_ends_beside_a_capture_of_another() {
     }
 }
 
-fn current() -> sys::CUcontext {
-    let mut context = std::ptr::null_mut();
-    // SAFETY: the pointer is to a live local.
-    assert_eq!(
-        unsafe { sys::cuCtxGetCurrent(&raw mut context) },
-        sys::CUresult::CUDA_SUCCESS
-    );
-    context
-}
-
 #[test]
 fn the_callers_context_stays_and_its_streams_can_be_used() {
     let Some((_alone, first)) = device() else {
@@ -551,4 +542,111 @@ fn the_callers_context_stays_and_its_streams_can_be_used() {
     let refused = unsafe { device.stream_from_raw(std::ptr::without_provenance_mut(2)) };
     assert_eq!(refused.unwrap_err().code, Code::InvalidValue);
     assert_eq!(current(), context.cu_ctx());
+}
+
+/// Makes each call of a device once, and looks after each whether the caller's current context is what it was.
+fn every_call(d: &CudaDevice) {
+    let before = current();
+    let kept = |what: &str| assert_eq!(current(), before, "after {what}");
+    macro_rules! call {
+        ($call:expr) => {{
+            let result = $call;
+            kept(stringify!($call));
+            result
+        }};
+    }
+    let page = call!(d.granularity());
+    call!(d.info());
+    call!(d.memory_info()).unwrap();
+    let ptr = call!(d.reserve(page)).unwrap();
+    call!(d.map(ptr, page)).unwrap();
+    call!(d.manage(ptr, page));
+    let stream = call!(d.create_stream()).unwrap();
+    let default = call!(d.default_stream());
+    call!(d.mark(&stream, ptr, 16, Mark::Live));
+    call!(stream.cudarc());
+    // SAFETY: `stream` outlives it.
+    let same = call!(unsafe { d.stream_from_raw(stream.raw()) }).unwrap();
+    let function = call!(d.load_ptx(PTX.as_bytes(), "put_word")).unwrap();
+    let set = call!(KernelSet::load(d)).unwrap();
+    let args = [KernelArg::Ptr(ptr), KernelArg::U32(0x0403_0201)];
+    let one = LaunchConfig::for_elements(1);
+    call!(d.launch(&stream, &function, one, &args)).unwrap();
+    call!(d.copy(&stream, ptr.offset(512), ptr, 4)).unwrap();
+    call!(d.fill(&stream, ptr.offset(516), 7, 4)).unwrap();
+    call!(d.write(&stream, ptr.offset(520), &[9; 4])).unwrap();
+    let slots = [GatherSlot {
+        dst: ptr.offset(1024),
+        bytes: 12,
+    }];
+    let sources = [ptr.offset(512)];
+    call!(d.gather(&stream, &slots, &sources)).unwrap();
+    let mut bytes = [0; 12];
+    call!(d.read(&stream, &mut bytes, ptr.offset(1024))).unwrap();
+    assert_eq!(bytes, [1, 2, 3, 4, 7, 7, 7, 7, 9, 9, 9, 9]);
+    let event = call!(d.create_event()).unwrap();
+    call!(d.record(&event, &stream)).unwrap();
+    call!(d.wait(&default, &event)).unwrap();
+    call!(d.synchronize_event(&event)).unwrap();
+    assert_eq!(call!(d.query_event(&event)), Ok(true));
+    call!(d.synchronize(&stream)).unwrap();
+    assert_eq!(call!(d.query(&stream)), Ok(true));
+    call!(d.synchronize_device()).unwrap();
+    call!(d.quiesce()).unwrap();
+    call!(d.begin_capture(&stream, CaptureMode::ThreadLocal)).unwrap();
+    call!(d.gather(&stream, &slots, &sources)).unwrap();
+    call!(d.quiesce()).unwrap();
+    let status = call!(d.capture_status(&stream)).unwrap();
+    assert_eq!(status, CaptureStatus::Active);
+    let graph = call!(d.end_capture(&stream)).unwrap();
+    assert_eq!(call!(d.graph_info(&graph)).unwrap().kernels, 1);
+    let exec = call!(d.instantiate(&graph)).unwrap();
+    call!(d.launch_graph(&exec, &stream, &[ptr])).unwrap();
+    call!(d.read(&stream, &mut bytes, ptr.offset(1024))).unwrap();
+    assert_eq!(bytes[..4], [1, 2, 3, 4]);
+    // A refusal, too.
+    call!(d.map(ptr, page)).unwrap_err();
+    call!(drop(exec));
+    call!(drop(graph));
+    call!(drop(event));
+    call!(drop((function, set)));
+    call!(drop((same, default)));
+    call!(drop(stream));
+    call!(d.unmap(ptr, page)).unwrap();
+    call!(d.release(ptr, page)).unwrap();
+    // Devices that come and go, with memory or without.
+    for memory in MEMORIES {
+        let options = CudaOptions::default().memory(memory);
+        let other = call!(CudaDevice::with_options(0, options)).unwrap();
+        let left = call!(other.reserve(page)).unwrap();
+        call!(other.map(left, page)).unwrap();
+        call!(drop(other));
+        let other = call!(CudaDevice::adopt_with(d.context().clone(), options)).unwrap();
+        call!(drop(other));
+    }
+    call!(probe()).unwrap();
+}
+
+#[test]
+fn t4_16_every_call_leaves_the_callers_context_current() {
+    let Some((_alone, d)) = device() else { return };
+    // A thread without a context, and one that works in another.
+    thread::scope(|scope| {
+        let none = || {
+            assert!(current().is_null());
+            every_call(&d);
+        };
+        scope.spawn(none).join().unwrap();
+        let another = || {
+            let other = OtherContext::new();
+            assert_eq!(current(), other.raw);
+            assert_ne!(other.raw, d.raw_context());
+            every_call(&d);
+        };
+        scope.spawn(another).join().unwrap();
+    });
+    // And one that works in the device's own.
+    d.context().bind_to_thread().unwrap();
+    every_call(&d);
+    assert_eq!(current(), d.raw_context());
 }

@@ -1,10 +1,12 @@
 //! What the suites of the CUDA device share.
 #![allow(dead_code)] // each suite uses its part
 
+use std::ffi::{c_int, c_uint};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudagraph_trees::device::cuda::{CudaDevice, CudaMemory, CudaOptions, CudaStream};
 use cudagraph_trees::device::{Call, Code, Device, DeviceError, DevicePtr};
+use cudarc::driver::sys;
 
 pub const MIB: u64 = 1 << 20;
 
@@ -46,6 +48,56 @@ fn open(memory: CudaMemory) -> Option<CudaDevice> {
             assert!(wanted().is_none(), "no CUDA device: {why}");
             println!("skipped: no CUDA device ({why})");
             None
+        }
+    }
+}
+
+/// This thread's current context; null for none.
+pub fn current() -> sys::CUcontext {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the pointer is to a live local.
+    assert_eq!(
+        unsafe { sys::cuCtxGetCurrent(&raw mut context) },
+        sys::CUresult::CUDA_SUCCESS
+    );
+    context
+}
+
+type Create = unsafe extern "C" fn(*mut sys::CUcontext, c_uint, c_int) -> c_int;
+type Destroy = unsafe extern "C" fn(sys::CUcontext) -> c_int;
+
+/// A context of its own on the first device, current on the thread that made it, and destroyed there.
+pub struct OtherContext {
+    library: libloading::Library,
+    pub raw: sys::CUcontext,
+}
+
+impl OtherContext {
+    /// On a machine with a driver and a device.
+    pub fn new() -> Self {
+        let names = ["libcuda.so.1", "libcuda.so", "nvcuda.dll"];
+        // SAFETY: the names are the driver's own, and it is loaded already.
+        let library = names
+            .iter()
+            .find_map(|name| unsafe { libloading::Library::new(*name) }.ok());
+        let library = library.unwrap();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: every driver has this function, of this signature, beside the later ones of the same name; the pointer is to a live local.
+        let code = unsafe {
+            let create = library.get::<Create>(b"cuCtxCreate_v2").unwrap();
+            create(&raw mut raw, 0, 0)
+        };
+        assert_eq!(code, 0);
+        OtherContext { library, raw }
+    }
+}
+
+impl Drop for OtherContext {
+    fn drop(&mut self) {
+        // SAFETY: as above; the context is destroyed once, and nothing of it is in use.
+        unsafe {
+            let destroy = self.library.get::<Destroy>(b"cuCtxDestroy_v2").unwrap();
+            destroy(self.raw);
         }
     }
 }
