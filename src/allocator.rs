@@ -39,6 +39,9 @@ slotmap::new_key_type! {
 }
 
 /// A device's default pool and its private pools. Clones are the same allocator.
+///
+/// It ends when the last of its clones, pools, graphs and tensors is dropped. Then the device's work is waited for, in a way that
+/// breaks no capture ([`Device::quiesce`]), and the memory is given back.
 pub struct Allocator<D: Device> {
     shared: Arc<Shared<D>>,
 }
