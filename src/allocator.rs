@@ -42,6 +42,9 @@ slotmap::new_key_type! {
 }
 
 /// A device's default pool and its private pools. Clones are the same allocator.
+///
+/// It ends when the last of its clones, pools, graphs and tensors is dropped. Then the device's work is waited for, in a way that
+/// breaks no capture ([`Device::quiesce`]), and the memory is given back.
 pub struct Allocator<D: Device> {
     shared: Arc<Shared<D>>,
 }
@@ -300,9 +303,11 @@ impl<D: Device> Drop for Shared<D> {
             .get_mut()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         let holds = |e: &Entry<D>| e.pool.stats().segments.current > 0;
-        // The pools give everything back now, and work in flight may still touch it.
+        // The pools give everything back now, and work in flight may still touch it. Captures that are underway now are others': a capture of this
+        // allocator, a graph, a tensor, each holds the allocator, and with it every address that a capture has baked in. So they need
+        // not be waited for, and must not be broken.
         if books.pools.values().any(holds)
-            && let Err(error) = self.device.synchronize_device()
+            && let Err(error) = self.device.quiesce()
         {
             tracing::warn!(%error, "the device could not be waited for before an allocator's memory is given back");
         }

@@ -5,8 +5,9 @@
 //! chosen calls fail. Each method states what must hold before it (the caller's duty) and what
 //! holds after it (the device's).
 //!
-//! A device handle is cheap to clone and may be used from any thread. Dropping one (a stream, an event, a graph, an executable) touches no
-//! capture underway, of whatever thread and in whatever mode, and fails for nobody; only waiting does.
+//! A device handle is cheap to clone and may be used from any thread. Dropping one (a stream, an event, a graph, an executable, the device)
+//! touches no capture underway, of whatever thread and in whatever mode, and fails for nobody; only waiting does, but for
+//! [`quiesce`](Device::quiesce).
 
 #[cfg(feature = "cuda-any")]
 pub mod cuda;
@@ -139,7 +140,16 @@ impl GraphInfo {
     }
 }
 
-/// An accelerator with virtual memory, streams, events and graphs.
+/// Calls `f` while this thread's calls are judged as in the relaxed mode: for calls that captures of others would mind.
+pub(crate) fn relaxed<D: Device, T>(device: &D, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    let before = device.exchange_capture_mode(CaptureMode::Relaxed)?;
+    let done = f();
+    // Known to work: the same call did just now.
+    device.exchange_capture_mode(before)?;
+    done
+}
+
+/// An accelerator with memory, streams, events and graphs.
 ///
 /// # Errors
 /// Every fallible method gives a [`DeviceError`]: the call, the driver's code, and in words what was
@@ -169,14 +179,14 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// What sizes and addresses of [`map`](Device::map) and [`reserve`](Device::reserve) are multiples of, in bytes.
     fn granularity(&self) -> u64;
 
-    /// Reserves `bytes` (a multiple of the granularity) of addresses. Nothing is mapped there yet.
-    /// Legal during a capture, in every mode.
+    /// Reserves `bytes` (a multiple of the granularity) of addresses. Nothing is mapped there yet; whether physical memory is taken already is
+    /// the device's choice. Legal during a capture, in every mode.
     fn reserve(&self, bytes: u64) -> Result<DevicePtr>;
 
-    /// Gives back what [`reserve`](Device::reserve) gave; nothing may be mapped there.
+    /// Gives back what [`reserve`](Device::reserve) gave; nothing may be mapped there. Legal during a capture, in every mode. May wait for work.
     fn release(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
-    /// Maps fresh physical memory under a reserved range that has none. Legal during a capture, in
+    /// Maps physical memory under a reserved range that has none mapped. Legal during a capture, in
     /// every mode; waits for nothing. The bytes there are undefined, and live until marked otherwise.
     fn map(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
@@ -187,8 +197,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     }
 
     /// Unmaps what one call of [`map`](Device::map) mapped. Waits for nothing: the caller has seen to it
-    /// that no work in flight touches the range. A graph captured with the address keeps it, and
-    /// runs again once something is mapped there.
+    /// that no work in flight touches the range. The physical memory is free again now, or (where reserving took it) when the range
+    /// is released. A graph captured with the address keeps it, and runs again once something is mapped there.
     fn unmap(&self, ptr: DevicePtr, bytes: u64) -> Result<()>;
 
     /// Tells the device in stream order that a range changes hands. A device without memory checks does nothing.
@@ -214,6 +224,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Waits until all work of the device has run. Refused while any stream captures, and invalidates that capture.
     fn synchronize_device(&self) -> Result<()>;
+
+    /// Waits until all work of the device that was enqueued before has run, but for what captures hold. Touches no capture, of whatever thread and
+    /// in whatever mode, and is refused because of none: so a drop waits, which cannot know whose captures are underway.
+    fn quiesce(&self) -> Result<()>;
 
     /// Whether the stream's work has run.
     fn query(&self, stream: &Self::Stream) -> Result<bool>;
@@ -279,6 +293,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Begins a capture on the stream.
     fn begin_capture(&self, stream: &Self::Stream, mode: CaptureMode) -> Result<()>;
+
+    /// How strictly this thread's calls are judged while something captures; gives what held before
+    /// (`cuThreadExchangeStreamCaptureMode`). At first it is [`CaptureMode::Global`].
+    fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode>;
 
     /// Whether the stream captures. Legal at any time.
     fn capture_status(&self, stream: &Self::Stream) -> Result<CaptureStatus>;

@@ -269,7 +269,7 @@ impl<D: Device> GraphTrees<D> {
         Ok(Function::new(key, name, self.inner.owner.clone(), registry))
     }
 
-    /// Ends the tree in order: waits for the work in flight, lets what is held own its memory, and drops every graph and function. Every later run is
+    /// Ends the tree in order: waits for the work in flight (but for what captures hold, and breaking none), lets what is held own its memory, and drops every graph and function. Every later run is
     /// [`Error::ShutDown`]; handles stay readable, and dropping them does nothing but free their memory. May be called again.
     ///
     /// # Errors
@@ -278,12 +278,7 @@ impl<D: Device> GraphTrees<D> {
         let mut state = self.inner.enter(&"shutdown".into())?;
         state.down = true;
         let ended = self.inner.end(&mut state);
-        let device = self.inner.allocator.device();
-        let waited = state
-            .streams
-            .iter()
-            .chain([&self.inner.stream])
-            .try_for_each(|stream| device.synchronize(stream));
+        let waited = self.inner.allocator.device().quiesce();
         self.inner.unpin_all(&state);
         let counts = state.counts;
         let old = std::mem::replace(&mut *state, State::new());

@@ -6,10 +6,10 @@ mod common;
 use std::thread;
 
 use common::Rig;
-use cudagraph_trees::Graph;
 use cudagraph_trees::device::{
     CaptureMode, CaptureStatus, Device, DevicePtr, GatherSlot, KernelArg, LaunchConfig, kernels,
 };
+use cudagraph_trees::{CaptureOptions, Graph};
 
 const MODES: [CaptureMode; 3] = [
     CaptureMode::Global,
@@ -21,6 +21,8 @@ suite!(
     handles_of_the_device,
     work_in_flight,
     graphs_pools_and_trees,
+    an_allocator_with_segments,
+    what_a_drop_waits_for_has_run,
     events_and_streams_of_the_capture_itself,
 );
 
@@ -208,7 +210,7 @@ fn graphs_pools_and_trees<D: Device>(rig: Rig<D>) {
             rig.device.synchronize(&rig.stream).unwrap();
 
             let mut new = Graph::new(&rig.allocator);
-            let options = cudagraph_trees::CaptureOptions { pool: None, mode };
+            let options = CaptureOptions { pool: None, mode };
             let capture = new.capture_with(&rig.stream, options).unwrap();
             let out = rig.captured(&capture, &x, 5.0, 0.0);
             let leaving = move || drop((trees, f, graph, y, z, pool));
@@ -223,6 +225,102 @@ fn graphs_pools_and_trees<D: Device>(rig: Rig<D>) {
         }
     }
     drop(x);
+    rig.finish();
+}
+
+/// An allocator's end waits for work that touches its memory, on whatever stream, and breaks no capture of another's.
+fn an_allocator_with_segments<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let x = rig.floats(&[1.0; 4]);
+    let ordered = d.create_event().unwrap();
+    for mode in MODES {
+        for here in [true, false] {
+            let other = Rig::new(rig.device.clone());
+            let (seen, also) = (rig.floats(&[0.0; 4]), rig.floats(&[0.0; 4]));
+            d.synchronize(&rig.stream).unwrap();
+            // Segments of a tree, of a pool and of the default pool, and work in flight in each.
+            let f = other.scale_add("f", 2.0, 1.0);
+            let a = other.floats(&[5.0; 4]);
+            let mut phases = Vec::new();
+            let y = (0..3)
+                .map(|_| {
+                    let (phase, y) = other.phased(&f, &other.trees.step(), &a);
+                    phases.push(phase);
+                    y
+                })
+                .last()
+                .unwrap();
+            assert_eq!(phases[2], cudagraph_trees::Phase::Replay);
+            let pool = other.allocator.create_pool(Default::default()).unwrap();
+            let z = pool.alloc(&other.stream, 4 << 20).unwrap();
+            other.scale_into(&other.stream, &z, &y, 3.0, 0.0);
+            other.scale_into(&other.stream, &seen, &z.view(0, 16).unwrap(), 1.0, 4.0);
+            // The stream that is to capture reads it, too.
+            d.record(&ordered, &other.stream).unwrap();
+            d.wait(&rig.stream, &ordered).unwrap();
+            rig.scale_into(&rig.stream, &also, &a, 2.0, 0.0);
+            d.record(&ordered, &rig.stream).unwrap();
+            d.wait(&other.stream, &ordered).unwrap();
+
+            let mut graph = Graph::new(&rig.allocator);
+            let options = CaptureOptions { pool: None, mode };
+            let capture = graph.capture_with(&rig.stream, options).unwrap();
+            let out = rig.captured(&capture, &x, 3.0, 0.0);
+            let leaving = move || drop((f, a, y, z, pool, other));
+            if here {
+                leaving();
+            } else {
+                elsewhere(leaving);
+            }
+            let at = format!("{mode:?}, here: {here}");
+            assert_eq!(
+                d.capture_status(&rig.stream),
+                Ok(CaptureStatus::Active),
+                "{at}"
+            );
+            let late = rig.captured(&capture, &out, 1.0, 1.0);
+            capture.end().unwrap();
+            graph.replay(&rig.stream).unwrap();
+            assert_eq!(rig.read(&out), [3.0; 4], "{at}");
+            assert_eq!(rig.read(&late), [4.0; 4], "{at}");
+            assert_eq!(rig.read(&seen), [37.0; 4], "{at}");
+            assert_eq!(rig.read(&also), [10.0; 4], "{at}");
+            assert_eq!(d.synchronize_device(), Ok(()));
+        }
+    }
+    drop(x);
+    rig.finish();
+}
+
+/// Also on the default stream, on a stream that is gone, and on one that began to capture afterwards.
+fn what_a_drop_waits_for_has_run<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let memory = rig.allocator.alloc(&rig.stream, 4 * 64).unwrap();
+    let ptr = memory.ptr().unwrap();
+    for (round, mode) in MODES.into_iter().enumerate() {
+        d.synchronize(&rig.stream).unwrap();
+        let value = round as u8 + 1;
+        let [live, gone, capturing] = [(); 3].map(|()| d.create_stream().unwrap());
+        let streams = [&d.default_stream(), &live, &gone, &capturing];
+        for (place, stream) in streams.into_iter().enumerate() {
+            for value in [0, 0xEE, value] {
+                d.fill(stream, ptr.offset(64 * place as u64), value, 64)
+                    .unwrap();
+            }
+        }
+        drop(gone);
+        d.begin_capture(&capturing, mode).unwrap();
+        d.quiesce().unwrap();
+        elsewhere(|| d.quiesce().unwrap());
+        d.fill(&capturing, ptr, 9, 1).unwrap();
+        assert_eq!(d.capture_status(&capturing), Ok(CaptureStatus::Active));
+        d.end_capture(&capturing).unwrap();
+        // No order with any of the four but that.
+        let mut bytes = [0; 256];
+        d.read(&rig.stream, &mut bytes, ptr).unwrap();
+        assert_eq!(bytes, [value; 256], "{mode:?}");
+    }
+    drop(memory);
     rig.finish();
 }
 

@@ -125,7 +125,7 @@ fn cap_07_memory_is_had_on_another_thread<D: Device>(rig: Rig<D>) {
         let mut graph = Graph::new(&rig.allocator);
         let options = CaptureOptions { pool: None, mode };
         let capture = graph.capture_with(&rig.stream, options).unwrap();
-        // The device's memory is virtual, so taking and giving back is no "unsafe call": it is harmless in all modes.
+        // Taking memory from the device and giving it back is no "unsafe call": it is harmless in all modes.
         std::thread::scope(|scope| {
             let memory = || {
                 let bytes = d.granularity();

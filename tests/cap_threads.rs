@@ -2,11 +2,16 @@
 
 mod common;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 
 use common::Rig;
-use cudagraph_trees::device::{CaptureMode, CaptureStatus, Code, Device, DeviceError};
+use cudagraph_trees::device::host::HostDevice;
+use cudagraph_trees::device::{
+    CaptureMode, CaptureStatus, Code, Device, DeviceError, Fault, FaultReason, Kernel, KernelArg,
+    LaunchConfig,
+};
 use cudagraph_trees::{CaptureOptions, FunctionSpec, Graph, Phase, Tensor, lend};
 
 const MODES: [CaptureMode; 3] = [
@@ -21,7 +26,10 @@ suite!(
     t4_04_a_watchdog_polls_events_of_before,
     t4_05_what_waits_and_what_it_breaks,
     t4_07_memory_of_another_stream_is_freed_inside,
+    a_tree_records_beside_another_capture_of_the_thread,
     t4_10_a_function_forks_and_allocates_there,
+    t4_11_kernels_are_loaded_and_dropped_beside_a_capture,
+    t4_11_a_library_that_goes_elsewhere_costs_one_recording,
     t4_12_many_streams_and_events_around_a_capture,
 );
 
@@ -170,8 +178,7 @@ struct Others<D: Device> {
     outside: D::Event,
 }
 
-/// Columns: global, thread-local, relaxed. As the driver answers (a row of the device's, not of the thread's, is that of the whole device). A second device
-/// is out of reach of this suite: the rows are of one device and its context.
+/// Columns: global, thread-local, relaxed. As the driver answers (a row of the device's, not of the thread's, is that of the whole device).
 fn rows<D: Device>() -> Vec<Row<D>> {
     let row = |name, call, here: [u8; 3], elsewhere: [u8; 3]| Row {
         name,
@@ -223,6 +230,12 @@ fn rows<D: Device>() -> Vec<Row<D>> {
             [1, 0, 0],
         ),
         row(
+            "quiesce the device",
+            |d: &D, _: &Others<D>| d.quiesce(),
+            [0; 3],
+            [0; 3],
+        ),
+        row(
             "ask for free memory",
             |d: &D, _: &Others<D>| d.memory_info().map(drop),
             [0; 3],
@@ -243,49 +256,233 @@ fn rows<D: Device>() -> Vec<Row<D>> {
     ]
 }
 
+impl<D: Device> Others<D> {
+    fn of(rig: &Rig<D>) -> Self {
+        let d = &rig.device;
+        let others = Others {
+            capturing: rig.stream.clone(),
+            other: d.create_stream().unwrap(),
+            outside: d.create_event().unwrap(),
+        };
+        d.record(&others.outside, &others.other).unwrap();
+        others
+    }
+}
+
+/// What a call beside a capture came to: its code, whether the capture was broken then, whether ending it failed.
+type Came = (Option<Code>, bool, bool);
+
+/// The row's verdict.
+fn verdict(refused: bool) -> Came {
+    let code = refused.then_some(Code::StreamCaptureUnsupported);
+    (code, refused, refused)
+}
+
+/// A capture of x * 3 in this mode, with a call inside of it. A graph that comes of it gives the right bytes.
+fn captured_around<D: Device>(
+    rig: &Rig<D>,
+    x: &Tensor<D>,
+    mode: CaptureMode,
+    call: impl FnOnce() -> Result<(), DeviceError>,
+) -> Came {
+    let mut graph = Graph::new(&rig.allocator);
+    let options = CaptureOptions { pool: None, mode };
+    let capture = graph.capture_with(&rig.stream, options).unwrap();
+    let y = rig.captured(&capture, x, 3.0, 0.0);
+    let called = call();
+    let broken = rig.device.capture_status(&rig.stream) == Ok(CaptureStatus::Invalidated);
+    let ended = capture.end();
+    // Whatever came of it, the next one works.
+    if ended.is_ok() {
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&y), [6.0; 4]);
+    }
+    (called.err().map(|error| error.code), broken, ended.is_err())
+}
+
+/// Makes a call on this thread, or on another.
+fn on_thread<T: Send>(here: bool, call: impl FnOnce() -> T + Send) -> T {
+    if here {
+        return call();
+    }
+    thread::scope(|scope| scope.spawn(call).join().unwrap())
+}
+
 fn t4_05_what_waits_and_what_it_breaks<D: Device>(rig: Rig<D>) {
     let x = rig.floats(&[2.0; 4]);
-    let d = &rig.device;
-    let others = Others::<D> {
-        capturing: rig.stream.clone(),
-        other: d.create_stream().unwrap(),
-        outside: d.create_event().unwrap(),
-    };
-    d.record(&others.outside, &others.other).unwrap();
+    let others = Others::of(&rig);
     let mut wrong = Vec::new();
     for row in rows::<D>() {
         for (column, mode) in MODES.into_iter().enumerate() {
             for here in [true, false] {
-                let mut graph = Graph::new(&rig.allocator);
-                let options = CaptureOptions { pool: None, mode };
-                let capture = graph.capture_with(&rig.stream, options).unwrap();
-                let y = rig.captured(&capture, &x, 3.0, 0.0);
-                let called = if here {
-                    (row.call)(d, &others)
-                } else {
-                    thread::scope(|scope| scope.spawn(|| (row.call)(d, &others)).join().unwrap())
-                };
-                let broken = d.capture_status(&rig.stream) == Ok(CaptureStatus::Invalidated);
-                let ended = capture.end();
+                let came = captured_around(&rig, &x, mode, || {
+                    on_thread(here, || (row.call)(&rig.device, &others))
+                });
                 let refused = if here { row.here } else { row.elsewhere }[column];
-                let code = called.as_ref().err().map(|error| error.code);
-                let want = refused.then_some(Code::StreamCaptureUnsupported);
-                if (code, broken, ended.is_err()) != (want, refused, refused) {
-                    wrong.push(format!(
-                        "{}, {mode:?}, here: {here}: {called:?}, broken: {broken}, end: {ended:?}",
-                        row.name
-                    ));
-                }
-                // Whatever came of it, the next one works.
-                if ended.is_ok() {
-                    graph.replay(&rig.stream).unwrap();
-                    assert_eq!(rig.read(&y), [6.0; 4]);
+                if came != verdict(refused) {
+                    wrong.push(format!("{}, {mode:?}, here: {here}: {came:?}", row.name));
                 }
             }
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     drop((x, others));
+    rig.finish();
+}
+
+/// The rule is one of a device: what waits for one device does not touch a capture of another, also where it breaks one of its own.
+#[test]
+fn t4_05_what_waits_for_another_device_breaks_nothing() {
+    let [ours, theirs] =
+        [3, 4].map(|seed| Rig::new(HostDevice::builder().seed(seed).build().unwrap()));
+    let [x, y] = [&ours, &theirs].map(|rig| rig.floats(&[2.0; 4]));
+    let others = Others::of(&theirs);
+    let mut wrong = Vec::new();
+    for row in rows::<HostDevice>() {
+        for (column, mode) in MODES.into_iter().enumerate() {
+            for (here, both) in [(true, true), (true, false), (false, true), (false, false)] {
+                let call = || on_thread(here, || (row.call)(&theirs.device, &others));
+                let mut there = None;
+                let came = captured_around(&ours, &x, mode, || {
+                    if !both {
+                        return call();
+                    }
+                    there = Some(captured_around(&theirs, &y, mode, call));
+                    Ok(())
+                });
+                let refused = if here { row.here } else { row.elsewhere }[column];
+                let want = both.then(|| verdict(refused));
+                if (came, there) != (verdict(false), want) {
+                    let (name, at) = (row.name, format!("{mode:?}, here: {here}, both: {both}"));
+                    wrong.push(format!("{name}, {at}: {came:?}, {there:?}"));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    drop((x, y, others));
+    ours.finish();
+    theirs.finish();
+}
+
+/// A kernel that nobody has loaded yet: `late_N(dst)` writes N to four floats.
+fn late(number: usize) -> Kernel {
+    Kernel::new(format!("late_{number}"))
+        .host(move |context| match context.arg(0)? {
+            KernelArg::Ptr(dst) => {
+                context.write(dst, &[number as f32; 4].map(f32::to_le_bytes).concat())
+            }
+            _ => Err(Fault {
+                kernel: "late".into(),
+                address: "argument 0, which must be a pointer".into(),
+                bytes: 0,
+                reason: FaultReason::BadArgument,
+            }),
+        })
+        .cuda(format!(
+            "extern \"C\" __global__ void late_{number}(float* dst) {{ dst[threadIdx.x] = {number}.0f; }}"
+        ))
+}
+
+fn t4_11_kernels_are_loaded_and_dropped_beside_a_capture<D: Device>(rig: Rig<D>) {
+    // Numbers of this run's own: the device keeps what it has loaded.
+    static NEXT: AtomicUsize = AtomicUsize::new(1);
+    let d = &rig.device;
+    let x = rig.floats(&[2.0; 4]);
+    let z = rig.floats(&[0.0; 4]);
+    let four = LaunchConfig {
+        grid: [1; 3],
+        block: [4, 1, 1],
+        shared_bytes: 0,
+    };
+    for mode in MODES {
+        for here in [true, false] {
+            let number = NEXT.fetch_add(2, Ordering::Relaxed);
+            let came = captured_around(&rig, &x, mode, || {
+                // One that goes again at once, and one that the capture itself launches.
+                on_thread(here, || d.load(&late(number)).map(drop))?;
+                let function = on_thread(here, || d.load(&late(number + 1)))?;
+                d.launch(
+                    &rig.stream,
+                    &function,
+                    four,
+                    &[KernelArg::Ptr(z.ptr().unwrap())],
+                )
+            });
+            assert_eq!(came, verdict(false), "{mode:?}, here: {here}");
+            assert_eq!(rig.read(&z), [(number + 1) as f32; 4]);
+        }
+    }
+    drop((x, z));
+    rig.finish();
+}
+
+/// What destroying a library's handle does on another thread is to wait for the device: a recording that meets it is given up, answered eagerly, and
+/// done again by the next call.
+fn t4_11_a_library_that_goes_elsewhere_costs_one_recording<D: Device>(rig: Rig<D>) {
+    let going = Arc::new(AtomicBool::new(true));
+    let (device, library) = (rig.device.clone(), going.clone());
+    let f = rig.register(FunctionSpec::new("f"), move |k, rec, mut inputs| {
+        let x = inputs.take(0)?;
+        let y = k.apply(rec, &x, 2.0, 0.0)?;
+        if rec.phase() == Phase::Record && library.swap(false, Ordering::Relaxed) {
+            let waited = on_thread(false, || device.synchronize_device());
+            assert_eq!(waited.unwrap_err().code, Code::StreamCaptureUnsupported);
+        }
+        Ok(vec![k.apply(rec, &y, 1.0, 1.0)?])
+    });
+    let x = rig.floats(&[0.0; 4]);
+    let mut phases = Vec::new();
+    for round in 0..5 {
+        rig.put(&x, &[round as f32; 4]);
+        let step = rig.trees.step();
+        let (phase, y) = rig.phased(&f, &step, &x);
+        assert_eq!(rig.read(&y), [2.0 * round as f32 + 1.0; 4]);
+        phases.push(phase);
+    }
+    use Phase::{Eager, Record, Replay, Warmup};
+    assert_eq!(phases, [Warmup, Eager, Record, Replay, Replay]);
+    let counts = rig.trees.counts();
+    assert_eq!((counts.recordings, counts.failed_captures), (1, 1));
+    assert!(!going.load(Ordering::Relaxed));
+    drop((x, f));
+    rig.finish();
+}
+
+/// A recording instantiates a graph, which a capture of the same thread would mind.
+fn a_tree_records_beside_another_capture_of_the_thread<D: Device>(rig: Rig<D>) {
+    let other = rig.device.create_stream().unwrap();
+    let x = rig.floats(&[3.0; 16]);
+    rig.device.synchronize(&rig.stream).unwrap();
+    for mode in MODES {
+        let f = rig.scale_add("f", 2.0, 1.0);
+        let mut graph = Graph::new(&rig.allocator);
+        let options = CaptureOptions { pool: None, mode };
+        let capture = graph.capture_with(&other, options).unwrap();
+        let y = rig.captured(&capture, &x, 5.0, 0.0);
+        for phase in [Phase::Warmup, Phase::Record, Phase::Replay] {
+            let step = rig.trees.step();
+            let (went, _) = rig.phased(&f, &step, &x);
+            assert_eq!(went, phase, "{mode:?}");
+            assert_eq!(rig.device.capture_status(&other), Ok(CaptureStatus::Active));
+        }
+        // So does a graph of its own.
+        let mut second = Graph::new(&rig.allocator);
+        let inner = second.capture(&rig.stream).unwrap();
+        let z = rig.captured(&inner, &x, 7.0, 0.0);
+        inner.end().unwrap();
+        assert_eq!(rig.device.capture_status(&other), Ok(CaptureStatus::Active));
+        capture.end().unwrap();
+        graph.replay(&rig.stream).unwrap();
+        second.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&y), [15.0; 16]);
+        assert_eq!(rig.read(&z), [21.0; 16]);
+        let step = rig.trees.step();
+        let (went, out) = rig.phased(&f, &step, &x);
+        assert_eq!((went, rig.read(&out)), (Phase::Replay, vec![7.0; 16]));
+        assert_eq!(rig.trees.counts().failed_captures, 0);
+    }
+    drop(x);
     rig.finish();
 }
 

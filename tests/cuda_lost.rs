@@ -4,6 +4,7 @@
 mod cuda_support;
 
 use cuda_support::cuda;
+use cudagraph_trees::device::cuda::CudaMemory;
 use cudagraph_trees::device::kernels::KernelSet;
 use cudagraph_trees::device::{Call, Code, Device, DevicePtr};
 
@@ -19,8 +20,12 @@ fn a_lost_context_is_reported_and_remembered() {
     set.fill(&d, &stream, ptr, 4, 1.0).unwrap();
     d.synchronize(&stream).unwrap();
 
-    // Reserved, and nothing mapped there.
-    set.fill(&d, &stream, ptr.offset(page), 4, 1.0).unwrap();
+    // Reserved, and nothing mapped there. Plain memory has no such place: there it is an address that nobody has.
+    let nowhere = match d.memory() {
+        CudaMemory::Plain => DevicePtr(page),
+        _ => ptr.offset(page),
+    };
+    set.fill(&d, &stream, nowhere, 4, 1.0).unwrap();
     let heard = d.synchronize(&stream).unwrap_err();
     assert_eq!(
         (heard.call, heard.code),

@@ -5,13 +5,36 @@ mod common;
 mod cuda_support;
 
 use common::Rig;
+use cuda_support::{OtherContext, current};
 use cudagraph_trees::device::Device;
+use cudagraph_trees::device::cuda::CudaMemory;
 use cudagraph_trees::{FunctionSpec, Phase};
 
 #[test]
 fn on_cuda() {
-    if let Some(device) = cuda_support::cuda() {
-        warmed_recorded_and_replayed(Rig::new(device));
+    for memory in [CudaMemory::Virtual, CudaMemory::Plain] {
+        if let Some((_alone, device)) = cuda_support::with_memory(memory) {
+            warmed_recorded_and_replayed(Rig::new(device));
+        }
+    }
+}
+
+/// Also from threads with no context current, or another than the device's, which stays so (T4-16).
+#[test]
+fn t4_16_on_threads_with_other_contexts() {
+    let Some((_alone, device)) = cuda_support::with_memory(CudaMemory::Virtual) else {
+        return;
+    };
+    for other in [false, true] {
+        let device = device.clone();
+        let whole = move || {
+            let context = other.then(OtherContext::new);
+            let before = current();
+            assert_eq!(before.is_null(), context.is_none());
+            warmed_recorded_and_replayed(Rig::new(device));
+            assert_eq!(current(), before);
+        };
+        std::thread::spawn(whole).join().unwrap();
     }
 }
 

@@ -6,7 +6,7 @@ use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::{CaptureMode, CaptureStatus, Code, Device, DeviceError};
 use cudagraph_trees::pool::Unclaimed;
 use cudagraph_trees::{
-    CaptureOptions, Error, FunctionSpec, Graph, GraphTrees, Phase, PoolOptions, Tensor, lend,
+    CaptureOptions, Error, FunctionSpec, Graph, Phase, PoolOptions, Tensor, lend,
 };
 
 suite!(
@@ -436,7 +436,7 @@ fn a_run_after_one_on_a_stream_that_captures_now_is_refused<D: Device>(rig: Rig<
     rig.finish();
 }
 
-fn a_tree_ends_while_a_stream_of_its_runs_captures<D: Device>(mut rig: Rig<D>) {
+fn a_tree_ends_while_a_stream_of_its_runs_captures<D: Device>(rig: Rig<D>) {
     let d = rig.device.clone();
     let f = rig.scale_add("f", 1.0, 1.0);
     let other = d.create_stream().unwrap();
@@ -451,7 +451,7 @@ fn a_tree_ends_while_a_stream_of_its_runs_captures<D: Device>(mut rig: Rig<D>) {
     let mut graph = Graph::new(&rig.allocator);
     let capture = graph.capture(&other).unwrap();
     let y = rig.captured(&capture, &x, 4.0, 0.0);
-    rig.trees = GraphTrees::new(&rig.allocator).unwrap();
+    rig.trees.shutdown().unwrap();
     assert_eq!(d.capture_status(&other), Ok(CaptureStatus::Active));
     assert_eq!(d.capture_status(&rig.stream), Ok(CaptureStatus::None));
     capture.end().unwrap();

@@ -12,7 +12,10 @@ use cudagraph_trees::device::kernels;
 use cudagraph_trees::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, LaunchConfig,
 };
-use cudagraph_trees::{CaptureOptions, Error, Graph, PoolHandle, PoolOptions, Tensor};
+use cudagraph_trees::{
+    Allocator, CaptureOptions, Error, FunctionSpec, Graph, GraphTrees, Phase, PoolHandle,
+    PoolOptions, Tensor, lend,
+};
 
 suite!(
     t3_02_captures_abandoned_midway,
@@ -27,6 +30,8 @@ suite!(
     t3_09_a_graph_dropped_inside_another_capture,
     t3_10_allocating_after_an_illegal_call,
     t3_11_eager_work_between_two_captures,
+    t3_14_a_failed_capture_leaves_a_sound_device,
+    t4_06_the_first_allocation_of_everything_is_inside_a_capture,
     t4_08_captures_on_many_threads,
     memory_of_a_stream_that_forks_off_is_the_graphs,
     t5_01_a_block_allocated_and_freed_a_hundred_times,
@@ -39,6 +44,12 @@ suite!(
 );
 
 const MIB: u64 = 1 << 20;
+
+const MODES: [CaptureMode; 3] = [
+    CaptureMode::Global,
+    CaptureMode::ThreadLocal,
+    CaptureMode::Relaxed,
+];
 
 /// A small capture that works, as a check that everything is as it was.
 #[track_caller]
@@ -450,11 +461,7 @@ fn t3_09_a_graph_dropped_inside_another_capture<D: Device>(rig: Rig<D>) {
         capture.end().unwrap();
         y
     };
-    for mode in [
-        CaptureMode::Global,
-        CaptureMode::ThreadLocal,
-        CaptureMode::Relaxed,
-    ] {
+    for mode in MODES {
         let mut old = Graph::new(&rig.allocator);
         let y = capture_one(&mut old, mode, &mut || ());
         let mut new = Graph::new(&rig.allocator);
@@ -531,6 +538,140 @@ fn t3_11_eager_work_between_two_captures<D: Device>(rig: Rig<D>) {
     assert_eq!(rig.read(&first.1), [3.0; 1024]);
     assert_eq!(rig.read(&second.1), [4.0; 1024]);
     drop((x, first, second));
+    rig.finish();
+}
+
+fn t3_14_a_failed_capture_leaves_a_sound_device<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let x = rig.floats(&[1.0; 4]);
+    let event = d.create_event().unwrap();
+    let side = d.create_stream().unwrap();
+    for (round, mode) in MODES.into_iter().enumerate() {
+        for how in 0..3 {
+            let value = (1 + 3 * round + how) as f32;
+            let mut graph = Graph::new(&rig.allocator);
+            let options = CaptureOptions { pool: None, mode };
+            let capture = graph.capture_with(&rig.stream, options).unwrap();
+            let lost = rig.captured(&capture, &x, 9.0, 9.0);
+            let code = match how {
+                0 => {
+                    d.synchronize(&rig.stream).unwrap_err();
+                    Code::StreamCaptureInvalidated
+                }
+                1 => {
+                    d.synchronize_device().unwrap_err();
+                    Code::StreamCaptureInvalidated
+                }
+                _ => {
+                    d.record(&event, &rig.stream).unwrap();
+                    d.wait(&side, &event).unwrap();
+                    rig.scale_into(&side, &lost, &x, 8.0, 8.0);
+                    Code::StreamCaptureUnjoined
+                }
+            };
+            refused(capture.end(), Call::EndCapture, code);
+            let at = format!("{mode:?}, {how}");
+            // On both streams: eager work, and what waits.
+            for stream in [&rig.stream, &side] {
+                assert_eq!(d.capture_status(stream), Ok(CaptureStatus::None), "{at}");
+                let eager = rig.allocator.alloc(stream, 16).unwrap();
+                rig.scale_into(stream, &eager, &x, value, 0.0);
+                let bytes = eager.read(d, stream).unwrap();
+                assert_eq!(bytes, [value; 4].map(f32::to_le_bytes).concat(), "{at}");
+                assert_eq!((d.synchronize(stream), d.query(stream)), (Ok(()), Ok(true)));
+            }
+            assert_eq!(d.synchronize_device(), Ok(()), "{at}");
+            // The same object captures, in the same mode.
+            let options = CaptureOptions { pool: None, mode };
+            let capture = graph.capture_with(&rig.stream, options).unwrap();
+            let y = rig.captured(&capture, &x, value, 1.0);
+            capture.end().unwrap();
+            graph.replay(&rig.stream).unwrap();
+            assert_eq!(rig.read(&y), [value + 1.0; 4], "{at}");
+            a_capture_works(&rig);
+            drop((lost, y));
+        }
+    }
+    drop((x, event, side));
+    rig.finish();
+}
+
+/// Nothing is set up at the first use that a capture would mind: neither of an allocator, nor of a pool, nor of a tree.
+fn t4_06_the_first_allocation_of_everything_is_inside_a_capture<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let beside = d.create_stream().unwrap();
+    let fill = |stream: &D::Stream, to: &Tensor<D>, value| {
+        let (kernels, ptr) = (&rig.kernels, to.ptr().unwrap());
+        kernels.fill(d, stream, ptr, 4, value).unwrap();
+    };
+    let is = |stream: &D::Stream, tensor: &Tensor<D>, value: f32| {
+        let bytes = tensor.read(d, stream).unwrap();
+        assert_eq!(bytes, [value; 4].map(f32::to_le_bytes).concat());
+    };
+    for mode in MODES {
+        let fresh = Allocator::new(d.clone()).unwrap();
+        let mut graph = Graph::new(&fresh);
+        let options = CaptureOptions { pool: None, mode };
+        let capture = graph.capture_with(&rig.stream, options).unwrap();
+        let inside = capture.alloc(16).unwrap();
+        fill(&rig.stream, &inside, 1.0);
+        // The default pool's first, and a private pool's.
+        let eager = fresh.alloc(&beside, 16).unwrap();
+        fill(&beside, &eager, 2.0);
+        let pool = fresh.create_pool(PoolOptions::default()).unwrap();
+        let private = pool.alloc(&beside, 16).unwrap();
+        fill(&beside, &private, 3.0);
+        // An allocator that is itself made in here, and a tree's warmup.
+        let within = Allocator::new(d.clone()).unwrap();
+        let first = within.alloc(&beside, 16).unwrap();
+        fill(&beside, &first, 4.0);
+        let trees = GraphTrees::new(&within).unwrap();
+        let kernels = rig.kernels.clone();
+        let spec = FunctionSpec::new("f");
+        let f = trees.register(spec, move |rec, mut inputs| {
+            let x = inputs.take(0)?;
+            let y = rec.alloc(16)?;
+            let (to, from) = (y.ptr()?, x.ptr()?);
+            kernels.scale_add(rec.device(), rec.stream(), to, from, 4, 10.0, 0.0)?;
+            Ok(vec![y])
+        });
+        let f = f.unwrap();
+        let step = trees.step();
+        let run = || trees.run(&f, &step, &[], &beside, &mut [lend(&first)]);
+        let warm = run().unwrap();
+        assert_eq!(warm.phase(), Phase::Warmup);
+        assert_eq!(d.capture_status(&rig.stream), Ok(CaptureStatus::Active));
+        capture.end().unwrap();
+        graph.replay(&rig.stream).unwrap();
+        is(&rig.stream, &inside, 1.0);
+        for (tensor, value) in [
+            (&eager, 2.0),
+            (&private, 3.0),
+            (&first, 4.0),
+            (&warm[0], 40.0),
+        ] {
+            is(&beside, tensor, value);
+        }
+        drop((warm, run));
+    }
+    // A tree whose first allocation is made by a recording.
+    let fresh = Allocator::new(d.clone()).unwrap();
+    let trees = GraphTrees::new(&fresh).unwrap();
+    let kernels = rig.kernels.clone();
+    let f = trees.register(FunctionSpec::new("f").skip_warmup(), move |rec, _| {
+        let y = rec.alloc(16)?;
+        kernels.fill(rec.device(), rec.stream(), y.ptr()?, 4, 6.0)?;
+        Ok(vec![y])
+    });
+    let f = f.unwrap();
+    assert_eq!(trees.pool_stats().segments.allocated, 0);
+    for phase in [Phase::Record, Phase::Replay] {
+        let step = trees.step();
+        let outputs = trees.run(&f, &step, &[], &beside, &mut []).unwrap();
+        assert_eq!(outputs.phase(), phase);
+        is(&beside, &outputs[0], 6.0);
+    }
+    drop((trees, f, fresh, beside));
     rig.finish();
 }
 

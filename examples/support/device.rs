@@ -1,4 +1,4 @@
-//! Which device an example runs on: `--device host` (the default) or `--device cuda`.
+//! Which device an example runs on: `--device host` (the default), `--device cuda`, or `--device cuda-plain`, whose memory is not virtual.
 
 use std::error::Error;
 
@@ -20,7 +20,7 @@ pub fn chosen(arguments: impl Iterator<Item = String>) -> Result<(String, Vec<St
             "--device" => {
                 device = arguments
                     .next()
-                    .ok_or("--device needs a name: host or cuda")?;
+                    .ok_or("--device needs a name: host, cuda or cuda-plain")?;
             }
             _ => others.push(argument),
         }
@@ -34,8 +34,16 @@ pub fn run_on(device: &str, job: impl Job) -> Result<(), Box<dyn Error>> {
         "host" => job.run(HostDevice::new()),
         #[cfg(feature = "cuda-any")]
         "cuda" => job.run(cudagraph_trees::device::cuda::CudaDevice::new(0)?),
+        #[cfg(feature = "cuda-any")]
+        "cuda-plain" => {
+            use cudagraph_trees::device::cuda::{CudaDevice, CudaMemory, CudaOptions};
+            let plain = CudaOptions::default().memory(CudaMemory::Plain);
+            job.run(CudaDevice::with_options(0, plain)?)
+        }
         #[cfg(not(feature = "cuda-any"))]
-        "cuda" => Err("this was built without the feature `cuda`".into()),
-        other => Err(format!("no device is called {other}; there are host and cuda").into()),
+        "cuda" | "cuda-plain" => Err("this was built without the feature `cuda`".into()),
+        other => {
+            Err(format!("no device is called {other}; there are host, cuda and cuda-plain").into())
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Where a pool's segments come from: the device's virtual memory, or a backing of the caller's.
+//! Where a pool's segments come from: the device's memory, or a backing of the caller's.
 
 use crate::device::{Device, DevicePtr};
 use crate::pool::{Backing, BackingError};

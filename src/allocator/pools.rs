@@ -42,7 +42,7 @@ impl fmt::Display for PoolId {
 pub struct PoolOptions {
     /// Sizes and rules.
     pub config: PoolConfig,
-    /// Where its segments come from; the device's virtual memory if none is given.
+    /// Where its segments come from; the device's memory if none is given.
     pub backing: Option<CustomBacking>,
 }
 

@@ -7,8 +7,9 @@
 //!   ([`CudaDevice::adopt`]). Each call makes it current for its own time; the caller's current context is the same afterwards.
 //! * **Streams** do not order themselves with the default stream. Streams of the caller's can be used too
 //!   ([`CudaDevice::stream_from_cudarc`], [`CudaDevice::stream_from_raw`]).
-//! * **Memory** is virtual (`cuMemMap`), so it may come and go during a capture and under graphs. Chunks can be exported as file
-//!   descriptors where the device supports that.
+//! * **Memory** is virtual (`cuMemMap`), so it may come and go during a capture and under graphs, and the driver can export its chunks as file
+//!   descriptors where the device supports that. Or it is plain (`cuMemAlloc`), by choice ([`CudaOptions`]) and on devices without virtual memory:
+//!   see [`CudaMemory::Plain`] for what that changes.
 //! * **Kernels** are compiled by NVRTC from [`Kernel::cuda`](super::Kernel), for the device at hand and with arithmetic as written, or
 //!   loaded from PTX ([`CudaDevice::load_ptx`]) or machine code ([`CudaDevice::load_image`]). They stay as long as the device.
 //!   NVRTC is looked for in the folder that the variable [`NVRTC_VARIABLE`] names, in toolkits, and where libraries are.
@@ -40,6 +41,7 @@ mod memory;
 mod module;
 mod nvrtc;
 mod ptx;
+mod quiesce;
 mod stream;
 mod typed;
 mod unavailable;
@@ -58,6 +60,7 @@ pub use self::cublas::{CUBLAS_WORKSPACE, set_cublas_workspace};
 use self::driver::{Driver, SUCCESS};
 pub use self::graph::{CudaExec, CudaGraph};
 use self::inner::{Inner, Shared};
+use self::memory::Source;
 pub use self::module::CudaFunction;
 use self::module::Origin;
 pub use self::nvrtc::NVRTC_VARIABLE;
@@ -74,11 +77,46 @@ pub struct CudaDevice {
     inner: Arc<Inner>,
 }
 
+/// Where a [`CudaDevice`]'s memory comes from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CudaMemory {
+    /// Addresses are reserved, and physical chunks created and mapped under them (`cuMemAddressReserve`, `cuMemCreate`, `cuMemMap`).
+    #[default]
+    Virtual,
+    /// Addresses and physical memory come and go together (`cuMemAlloc`, `cuMemFree`).
+    ///
+    /// The same calls are refused with the same words as for virtual memory, and everything is as legal during captures. But:
+    /// * [`reserve`](super::Device::reserve) takes the physical memory, and is what fails where there is none. `map` and `unmap` only note what is
+    ///   mapped: between an `unmap` and the next `map` the memory stays taken, and work that touches it does not fault.
+    /// * [`release`](super::Device::release) gives the physical memory back, and waits for the work of all streams, as `cuMemFree` does.
+    /// * Nothing can be exported as a file descriptor: the driver's calls for that (`cuMemRetainAllocationHandle` and those that follow) refuse.
+    ///
+    /// Sizes and addresses are multiples of 2 MiB: see [`granularity`](super::Device::granularity).
+    Plain,
+}
+
+/// Choices for a [`CudaDevice`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CudaOptions {
+    memory: Option<CudaMemory>,
+}
+
+impl CudaOptions {
+    /// Where memory comes from. Left out, it is virtual where the device has virtual memory management, and plain where it has not; an explicit
+    /// [`CudaMemory::Virtual`] is refused there.
+    #[must_use]
+    pub fn memory(mut self, memory: CudaMemory) -> Self {
+        self.memory = Some(memory);
+        self
+    }
+}
+
 /// What a device holds, for tests that look for leaks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CudaCounts {
-    /// Bytes of physical memory mapped.
+    /// Bytes of memory mapped.
     pub mapped_bytes: u64,
     /// Ranges that have memory.
     pub mapped_ranges: usize,
@@ -98,6 +136,14 @@ impl CudaDevice {
     /// # Errors
     /// Why it cannot be had.
     pub fn new(ordinal: u32) -> Result<Self, CudaUnavailable> {
+        Self::with_options(ordinal, CudaOptions::default())
+    }
+
+    /// The same with choices.
+    ///
+    /// # Errors
+    /// Why it cannot be had; [`Code::NotSupported`] for a choice that the device cannot follow.
+    pub fn with_options(ordinal: u32, options: CudaOptions) -> Result<Self, CudaUnavailable> {
         let driver = Driver::get()?;
         let devices = driver.device_count()?;
         if ordinal >= devices {
@@ -108,7 +154,7 @@ impl CudaDevice {
         let context = CudaContext::new(ordinal as usize).map_err(|error| {
             CudaUnavailable::failed(driver, "cuDevicePrimaryCtxRetain", error.0 as u32)
         })?;
-        Self::adopt(context)
+        Self::adopt_with(context, options)
     }
 
     /// The device of a context of the caller's, which is kept as long as the device.
@@ -118,40 +164,59 @@ impl CudaDevice {
     /// # Errors
     /// Why it cannot be used.
     pub fn adopt(context: Arc<CudaContext>) -> Result<Self, CudaUnavailable> {
+        Self::adopt_with(context, CudaOptions::default())
+    }
+
+    /// The same with choices.
+    ///
+    /// # Errors
+    /// Why it cannot be used; [`Code::NotSupported`] for a choice that the device cannot follow.
+    pub fn adopt_with(
+        context: Arc<CudaContext>,
+        options: CudaOptions,
+    ) -> Result<Self, CudaUnavailable> {
         let driver = Driver::get()?;
         let device = context.cu_device();
         let attribute = |which| attribute(driver, device, which);
         use sys::CUdevice_attribute as A;
-        if attribute(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? == 0 {
-            let detail = "the device has no virtual memory management";
-            let call = Call::Driver("cuDeviceGetAttribute");
-            return Err(DeviceError::new(call, Code::NotSupported, detail).into());
-        }
-        let exportable =
-            attribute(A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)? != 0;
+        let memory = choose(
+            options.memory,
+            attribute(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0,
+        )?;
         let arch = (
             attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?.cast_unsigned(),
             attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?.cast_unsigned(),
         );
         let ordinal = i32::try_from(context.ordinal()).unwrap_or(0);
-        let chunk = memory::properties(ordinal, exportable);
-        let granularity = Inner::ask_granularity(driver, &chunk).map_err(|code| {
-            CudaUnavailable::failed(driver, "cuMemGetAllocationGranularity", code)
-        })?;
-        Ok(CudaDevice {
+        let (source, granularity) = match memory {
+            CudaMemory::Plain => (Source::Plain, memory::PLAIN_GRANULARITY),
+            CudaMemory::Virtual => {
+                let exportable =
+                    attribute(A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?
+                        != 0;
+                let chunk = memory::properties(ordinal, exportable);
+                let granularity = Inner::ask_granularity(driver, &chunk).map_err(|code| {
+                    CudaUnavailable::failed(driver, "cuMemGetAllocationGranularity", code)
+                })?;
+                (Source::Virtual(Shared(chunk)), granularity)
+            }
+        };
+        let device = CudaDevice {
             inner: Arc::new(Inner {
                 driver,
                 raw: Shared(context.cu_ctx()),
                 name: name(driver, device)?,
                 ordinal,
                 arch,
+                source,
                 granularity,
-                chunk: Shared(chunk),
                 reads_pageable: attribute(A::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS)? != 0,
                 next_stream: AtomicU32::new(1),
                 books: Mutex::default(),
                 modules: Mutex::default(),
+                streams: Mutex::default(),
                 wrapped: Mutex::default(),
+                block: Mutex::default(),
                 gather: OnceLock::new(),
                 gathered: Mutex::default(),
                 captures: AtomicUsize::new(0),
@@ -160,7 +225,12 @@ impl CudaDevice {
                 lost: OnceLock::new(),
                 context: ManuallyDrop::new(context),
             }),
-        })
+        };
+        let call = Call::Driver("cuMemAlloc");
+        if let Ok(_ready) = device.inner.ending_call(call) {
+            device.inner.keep_block(call);
+        }
+        Ok(device)
     }
 
     /// The context, for cudarc's own calls.
@@ -179,6 +249,15 @@ impl CudaDevice {
     #[must_use]
     pub fn compute_capability(&self) -> (u32, u32) {
         self.inner.arch
+    }
+
+    /// Where its memory comes from.
+    #[must_use]
+    pub fn memory(&self) -> CudaMemory {
+        match self.inner.source {
+            Source::Virtual(_) => CudaMemory::Virtual,
+            Source::Plain => CudaMemory::Plain,
+        }
     }
 
     /// What the device holds.
@@ -259,6 +338,20 @@ impl CudaDevice {
     }
 }
 
+/// The memory to use: what was asked for, if the device can; else what it can.
+fn choose(asked: Option<CudaMemory>, has_virtual: bool) -> Result<CudaMemory, DeviceError> {
+    match asked {
+        Some(CudaMemory::Virtual) if !has_virtual => {
+            let detail = "virtual memory is asked for, and the device has no virtual memory management; leave the choice to the device, or ask for plain memory";
+            let call = Call::Driver("cuDeviceGetAttribute");
+            Err(DeviceError::new(call, Code::NotSupported, detail))
+        }
+        Some(memory) => Ok(memory),
+        None if has_virtual => Ok(CudaMemory::Virtual),
+        None => Ok(CudaMemory::Plain),
+    }
+}
+
 /// This thread's current context, made current again at the end.
 struct Before {
     driver: &'static Driver,
@@ -311,4 +404,24 @@ fn name(driver: &Driver, device: sys::CUdevice) -> Result<String, CudaUnavailabl
     Ok(unsafe { CStr::from_ptr(name.as_ptr()) }
         .to_string_lossy()
         .into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_what_was_asked_for_or_what_the_device_has() {
+        use CudaMemory::{Plain, Virtual};
+        assert_eq!(choose(None, true), Ok(Virtual));
+        assert_eq!(choose(None, false), Ok(Plain));
+        for has_virtual in [true, false] {
+            assert_eq!(choose(Some(Plain), has_virtual), Ok(Plain));
+        }
+        assert_eq!(choose(Some(Virtual), true), Ok(Virtual));
+        let refused = choose(Some(Virtual), false).unwrap_err();
+        assert_eq!(refused.code, Code::NotSupported);
+        assert!(refused.detail.contains("plain memory"), "{refused}");
+        assert_eq!(CudaOptions::default().memory, None);
+    }
 }

@@ -197,6 +197,7 @@ impl<D: Device> Device for Faulty<D> {
         CreateStream: fn create_stream() -> D::Stream;
         Synchronize on stream: fn synchronize(stream: &D::Stream) -> ();
         SynchronizeDevice: fn synchronize_device() -> ();
+        Quiesce: fn quiesce() -> ();
         Query on stream: fn query(stream: &D::Stream) -> bool;
         CreateEvent: fn create_event() -> D::Event;
         Record on stream: fn record(event: &D::Event, stream: &D::Stream) -> ();
@@ -212,6 +213,7 @@ impl<D: Device> Device for Faulty<D> {
         Read on stream: fn read(stream: &D::Stream, dst: &mut [u8], src: DevicePtr) -> ();
         Gather on stream: fn gather(stream: &D::Stream, slots: &[GatherSlot], sources: &[DevicePtr]) -> ();
         BeginCapture on stream: fn begin_capture(stream: &D::Stream, mode: CaptureMode) -> ();
+        ExchangeCaptureMode: fn exchange_capture_mode(mode: CaptureMode) -> CaptureMode;
         CaptureStatus on stream: fn capture_status(stream: &D::Stream) -> CaptureStatus;
         GraphInfo: fn graph_info(graph: &D::Graph) -> GraphInfo;
         Instantiate: fn instantiate(graph: &D::Graph) -> D::Exec;

@@ -1,4 +1,4 @@
-//! What the pool asks of physical memory. Implemented by a device's virtual memory, and by any toy.
+//! What the pool asks of physical memory. Implemented by a device's memory, and by any toy.
 
 /// Whatever a backing has to say about a failure; the pool hands it on as an error's source.
 pub type BackingError = Box<dyn std::error::Error + Send + Sync>;

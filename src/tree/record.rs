@@ -18,7 +18,7 @@ use super::path::{Entry, Run};
 use super::reason::Reason;
 use super::{Inner, State};
 use crate::allocator::{Born, Claim};
-use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError};
+use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed};
 use crate::error::{Error, Phase, Result};
 use crate::pool::{Pins, Tag};
 use crate::storage::{Storage, Tensor};
@@ -254,7 +254,7 @@ impl<D: Device> Inner<D> {
             let error = Error::MemoryNodes(info);
             return Err(Undone::Capture(Failure { error, first: None }));
         }
-        let exec = device.instantiate(&template).map_err(capture)?;
+        let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
         device
             .launch_graph(&exec, call.stream, &placed.sources)
             .map_err(|error| Undone::Call(error.into()))?;

@@ -308,25 +308,45 @@ pub fn hosts() -> impl Iterator<Item = HostDevice> {
         .map(|seed| HostDevice::builder().seed(seed).build().unwrap())
 }
 
-/// Whether the suites are to run on the first CUDA device: `CUDAGRAPH_TREES_DEVICE=cuda`.
-pub fn on_cuda() -> bool {
+/// The device that `CUDAGRAPH_TREES_DEVICE` chooses for the suites.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Chosen {
+    Host,
+    Cuda,
+    CudaPlain,
+}
+
+pub fn chosen() -> Chosen {
     match std::env::var("CUDAGRAPH_TREES_DEVICE") {
-        Err(_) => false,
+        Err(_) => Chosen::Host,
         Ok(name) => match name.as_str() {
-            "host" => false,
-            "cuda" => true,
-            other => panic!("CUDAGRAPH_TREES_DEVICE={other}: there are host and cuda"),
+            "host" => Chosen::Host,
+            "cuda" => Chosen::Cuda,
+            "cuda-plain" => Chosen::CudaPlain,
+            other => panic!("CUDAGRAPH_TREES_DEVICE={other}: there are host, cuda and cuda-plain"),
         },
     }
 }
 
-/// The CUDA device, one for all tests of a binary.
+/// Whether the suites are to run on the first CUDA device.
+pub fn on_cuda() -> bool {
+    chosen() != Chosen::Host
+}
+
+/// The CUDA device, one for all tests of a binary, with the memory that was chosen.
 #[cfg(feature = "cuda-any")]
 pub fn cuda() -> cudagraph_trees::device::cuda::CudaDevice {
-    use cudagraph_trees::device::cuda::CudaDevice;
+    use cudagraph_trees::device::cuda::{CudaDevice, CudaMemory, CudaOptions};
     static DEVICE: std::sync::OnceLock<CudaDevice> = std::sync::OnceLock::new();
     DEVICE
-        .get_or_init(|| CudaDevice::new(0).unwrap_or_else(|why| panic!("no CUDA device: {why}")))
+        .get_or_init(|| {
+            let memory = match chosen() {
+                Chosen::CudaPlain => CudaMemory::Plain,
+                Chosen::Host | Chosen::Cuda => CudaMemory::Virtual,
+            };
+            CudaDevice::with_options(0, CudaOptions::default().memory(memory))
+                .unwrap_or_else(|why| panic!("no CUDA device: {why}"))
+        })
         .clone()
 }
 

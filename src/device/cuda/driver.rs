@@ -72,6 +72,8 @@ functions! {
     fn cuThreadExchangeStreamCaptureMode(mode: *mut sys::CUstreamCaptureMode);
 
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    fn cuMemAlloc_v2(ptr: *mut sys::CUdeviceptr, bytes: usize);
+    fn cuMemFree_v2(ptr: sys::CUdeviceptr);
     fn cuMemGetAllocationGranularity(
         granularity: *mut usize,
         prop: *const sys::CUmemAllocationProp,

@@ -1,5 +1,6 @@
 //! What all handles of a CUDA device share, and how every call is made: the context current, the code read, a loss remembered.
 
+use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -11,7 +12,7 @@ use super::captures::Captures;
 use super::codes;
 use super::driver::{Driver, SUCCESS};
 use super::gather::GatherKernels;
-use super::memory::Books;
+use super::memory::{Books, Source};
 use super::module::Modules;
 use super::stream::{Handle, Wrapped};
 use crate::device::{Call, Code, DeviceError, Result};
@@ -35,15 +36,19 @@ pub(super) struct Inner {
     pub(super) name: String,
     /// The compute capability: major, minor.
     pub(super) arch: (u32, u32),
+    /// Where memory comes from, and with it what sizes and addresses are multiples of.
+    pub(super) source: Source,
     pub(super) granularity: u64,
-    /// What a chunk of physical memory is like.
-    pub(super) chunk: Shared<sys::CUmemAllocationProp>,
     /// Whether the device reads pageable memory itself, so that a copy from there may still be reading when its call returns.
     pub(super) reads_pageable: bool,
     pub(super) next_stream: AtomicU32,
     pub(super) books: Mutex<Books>,
     pub(super) modules: Mutex<Modules>,
+    /// The streams that this device keeps alive itself, by number.
+    pub(super) streams: Mutex<HashMap<u32, Weak<Handle>>>,
     pub(super) wrapped: Mutex<Wrapped>,
+    /// Memory that is freed to wait for all streams.
+    pub(super) block: Mutex<Option<sys::CUdeviceptr>>,
     pub(super) gather: OnceLock<GatherKernels>,
     /// The captures underway that have their gather, by the driver's number.
     pub(super) gathered: Mutex<Vec<u64>>,
@@ -135,28 +140,39 @@ impl Inner {
 
     /// Exchanges this thread's capture mode for the relaxed one.
     pub(super) fn relax(&self, call: Call) -> Result<Relaxed<'_>> {
-        let mut mode: u32 = 2; // CU_STREAM_CAPTURE_MODE_RELAXED
-        // SAFETY: the pointer is to a live number of the enum's size; it is read as a number, whatever the driver writes.
-        let code =
-            unsafe { (self.driver.cuThreadExchangeStreamCaptureMode)((&raw mut mode).cast()) };
-        self.check(call, code, || "to relax this thread's capture mode".into())?;
+        const RELAXED: u32 = 2; // CU_STREAM_CAPTURE_MODE_RELAXED
         Ok(Relaxed {
             driver: self.driver,
-            before: mode,
+            before: self.exchange_mode(call, RELAXED)?,
         })
+    }
+
+    /// Exchanges this thread's capture mode, by the driver's numbers.
+    pub(super) fn exchange_mode(&self, call: Call, mut mode: u32) -> Result<u32> {
+        // SAFETY: the pointer is to a live number of the enum's size, one of the enum's; it is read as a number, whatever the driver writes.
+        let code =
+            unsafe { (self.driver.cuThreadExchangeStreamCaptureMode)((&raw mut mode).cast()) };
+        self.check(call, code, || {
+            "to exchange this thread's capture mode".into()
+        })?;
+        Ok(mode)
     }
 
     /// Begins a call that destroys something, from a drop: also on a lost context. `None` where the context cannot be made current, and so nothing
     /// can be destroyed in it.
     pub(super) fn ending(&self, what: &'static str) -> Option<Ending<'_>> {
-        let call = Call::Driver(what);
-        let current = self.current(call).ok()?;
+        self.ending_call(Call::Driver(what)).ok()
+    }
+
+    /// The same for a call that can fail.
+    pub(super) fn ending_call(&self, call: Call) -> Result<Ending<'_>> {
+        let current = self.current(call)?;
         let relaxed = match self.lost.get() {
             None => self.relax(call).ok(),
             // Nothing captures in a lost context.
             Some(_) => None,
         };
-        Some(Ending {
+        Ok(Ending {
             _relaxed: relaxed,
             _current: current,
         })
@@ -213,9 +229,13 @@ impl Inner {
 
 impl Drop for Inner {
     /// The last handle is gone: memory and kernels are given back, then the context.
+    ///
+    /// Work may still run, of streams that are gone or that are the caller's, and is waited for. Whatever captures in this context is somebody
+    /// else's, since a stream of this device would keep the device; it minds neither the wait nor what follows.
     fn drop(&mut self) {
         if let Some(_ending) = self.ending("drop") {
-            self.give_back_memory();
+            let waited = self.wait_by_freeing(Call::Driver("drop"));
+            self.give_back_memory(waited);
             self.unload_modules();
         }
         let mut before = ptr::null_mut();

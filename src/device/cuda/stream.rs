@@ -10,7 +10,7 @@ use cudarc::driver::sys;
 
 use super::driver::SUCCESS;
 use super::inner::{Inner, Shared};
-use crate::device::{Call, CaptureStatus, Code, DeviceError, Result};
+use crate::device::{Call, CaptureMode, CaptureStatus, Code, DeviceError, Result};
 use crate::sync::lock;
 
 /// The caller's streams that handles exist for, by the driver's handle: the same stream has one number.
@@ -98,6 +98,7 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.capture_ended();
+        lock(&self.device.streams).remove(&self.id);
         if let Some(stream) = self.cudarc.take()
             && Arc::into_inner(stream).is_none()
         {
@@ -159,14 +160,20 @@ fn next_id(device: &Inner) -> u32 {
 }
 
 fn handle(device: &Arc<Inner>, raw: sys::CUstream, id: u32, owner: Owner) -> Arc<Handle> {
-    Arc::new(Handle {
+    // A stream of the caller's may be destroyed as soon as the caller has dropped its handles: nobody else may hold one.
+    let kept = !matches!(owner, Owner::Other);
+    let new = Arc::new(Handle {
         device: device.clone(),
         raw: Shared(raw),
         id,
         begun: AtomicBool::new(false),
         cudarc: OnceLock::new(),
         owner,
-    })
+    });
+    if kept {
+        lock(&device.streams).insert(id, Arc::downgrade(&new));
+    }
+    new
 }
 
 /// The default stream.
@@ -339,5 +346,14 @@ impl Inner {
             Code::StreamCaptureUnsupported,
             detail,
         ))
+    }
+}
+
+/// The driver's name for a capture mode.
+pub(super) fn raw_mode(mode: CaptureMode) -> sys::CUstreamCaptureMode {
+    match mode {
+        CaptureMode::Global => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+        CaptureMode::ThreadLocal => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+        CaptureMode::Relaxed => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
     }
 }

@@ -3,12 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use cudarc::driver::sys;
-
 use super::inner::{Current, Inner};
 use super::stream::Handle;
 use super::{CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaStream};
-use super::{graph, stream};
+use super::{graph, quiesce, stream};
 use crate::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
     GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
@@ -156,6 +154,10 @@ impl Device for CudaDevice {
         self.inner
             .check(call, code, || "to wait for the device".into())
             .map_err(|error| self.inner.refused(None, 0, error))
+    }
+
+    fn quiesce(&self) -> Result<()> {
+        quiesce::quiesce(&self.inner)
     }
 
     fn query(&self, stream: &CudaStream) -> Result<bool> {
@@ -372,13 +374,7 @@ impl Device for CudaDevice {
         let call = Call::BeginCapture;
         let (_current, handle) = self.enter_on(call, stream)?;
         self.inner.prepare_gather();
-        let raw_mode = match mode {
-            CaptureMode::Global => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
-            CaptureMode::ThreadLocal => {
-                sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-            }
-            CaptureMode::Relaxed => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
-        };
+        let raw_mode = stream::raw_mode(mode);
         // Known before it begins, so that nobody takes the stream for one that does not capture.
         handle.capture_begins();
         // SAFETY: the handle keeps the stream alive.
@@ -391,6 +387,19 @@ impl Device for CudaDevice {
             Err(_) => self.inner.note_end(handle),
         }
         begun
+    }
+
+    fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
+        let call = Call::ExchangeCaptureMode;
+        let _current = self.inner.enter(call)?;
+        let before = self
+            .inner
+            .exchange_mode(call, stream::raw_mode(mode) as u32)?;
+        Ok(match before {
+            1 => CaptureMode::ThreadLocal,
+            2 => CaptureMode::Relaxed,
+            _ => CaptureMode::Global,
+        })
     }
 
     /// Costs no call of the driver as long as every capture is begun and ended through this device, and no stream or event is shared with others.

@@ -1,6 +1,7 @@
 //! The device's trait, call by call: what is refused first, then what is done.
 
 use std::sync::Arc;
+use std::thread;
 
 use super::graph::Plan;
 use super::stream::{Entry, Record};
@@ -135,6 +136,12 @@ impl Device for HostDevice {
         let mut state = self.enter(call)?;
         state.refuse_any_capture(call)?;
         state.run_until(call, |state| state.busy.is_empty())
+    }
+
+    fn quiesce(&self) -> Result<()> {
+        let call = Call::Quiesce;
+        self.enter(call)?
+            .run_until(call, |state| state.busy.is_empty())
     }
 
     fn query(&self, stream: &HostStream) -> Result<bool> {
@@ -353,6 +360,16 @@ impl Device for HostDevice {
     fn begin_capture(&self, stream: &HostStream, mode: CaptureMode) -> Result<()> {
         let (mut state, key) = self.enter_on(Call::BeginCapture, stream)?;
         state.begin_capture(key, mode)
+    }
+
+    fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
+        let mut state = self.enter(Call::ExchangeCaptureMode)?;
+        let here = thread::current().id();
+        let before = match mode {
+            CaptureMode::Global => state.thread_modes.remove(&here),
+            other => state.thread_modes.insert(here, other),
+        };
+        Ok(before.unwrap_or(CaptureMode::Global))
     }
 
     fn capture_status(&self, stream: &HostStream) -> Result<CaptureStatus> {

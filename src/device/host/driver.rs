@@ -3,7 +3,6 @@
 //! The runtime itself uses none of them: it maps memory and never asks the driver's allocator.
 
 use std::sync::{Arc, PoisonError};
-use std::thread;
 
 use super::device::check_copy;
 use super::graph::{GraphMemory, Plan};
@@ -11,7 +10,7 @@ use super::state::{Allocated, State};
 use super::work::Work;
 use super::{HostBuffer, HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream};
 use crate::device::{
-    Call, CaptureMode, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Result,
+    Call, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Result,
 };
 
 /// The graph differs from the executable in more than parameters (`CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE`).
@@ -269,18 +268,6 @@ impl HostDevice {
             return Ok(());
         }
         self.wait(stream, event)
-    }
-
-    /// `cuThreadExchangeStreamCaptureMode`: how strictly this thread's calls are judged; gives what held before. At first
-    /// it is [`CaptureMode::Global`].
-    pub fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
-        let mut state = self.enter(Call::Driver("cuThreadExchangeStreamCaptureMode"))?;
-        let here = thread::current().id();
-        let before = match mode {
-            CaptureMode::Global => state.thread_modes.remove(&here),
-            other => state.thread_modes.insert(here, other),
-        };
-        Ok(before.unwrap_or(CaptureMode::Global))
     }
 
     /// `cuGraphExecKernelNodeSetParams`: the arguments of the `kernel`-th kernel node (in order of capture, gather
