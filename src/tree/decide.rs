@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::admit::{Mismatch, admit, differences};
 use super::args::Arg;
-use super::function::FunctionState;
+use super::function::{FunctionState, Never};
 use super::node::OutputSpec;
 use super::path::Entry;
 use super::policy::OnMove;
@@ -59,8 +59,8 @@ impl<D: Device> State<D> {
         }
         let f = &self.functions[function];
         let warm = f.variants[variant].warm;
-        if !f.captures_key(variant) {
-            return Choice::Eager(Reason::KeyNotCaptured);
+        if let Some(never) = f.variants[variant].never {
+            return Choice::Eager(never.into());
         }
         if let Some(input) = self.mutated_copy(f, args) {
             return Choice::Eager(Reason::InputMutated(input));
@@ -346,6 +346,16 @@ impl<D: Device> State<D> {
                 reason,
                 text,
             });
+        }
+    }
+}
+
+impl From<Never> for Reason {
+    fn from(never: Never) -> Self {
+        match never {
+            Never::Unwanted => Reason::KeyNotCaptured,
+            Never::TooSmall => Reason::GraphTooSmall,
+            Never::NotCapturable => Reason::NotCapturable,
         }
     }
 }

@@ -12,6 +12,7 @@ use tracing::{debug_span, warn};
 
 use super::args::Arg;
 use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
+use super::function::Never;
 use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
@@ -57,6 +58,8 @@ impl fmt::Display for Failure {
 enum Undone {
     /// The capture failed for its own reasons: the call is answered eagerly.
     Capture(Failure),
+    /// The key is not to be captured again: the call is answered eagerly.
+    Never(Never),
     /// The caller hears of it.
     Call(Error),
     /// The closure panicked; in a capture that was broken, if that is known.
@@ -111,6 +114,13 @@ impl<D: Device> Inner<D> {
                 Ok(())
             }
             Err(Undone::Call(error)) => Err(error),
+            Err(Undone::Never(never)) => {
+                state.functions[call.function].variants[call.variant].never = Some(never);
+                drop((entered, held, evicted));
+                let reason = Reason::from(never);
+                state.answered(call.function, reason);
+                self.eager(state, call, reason, out)
+            }
             Err(Undone::Panic(panic, broken)) => {
                 if let Some(broken) = broken {
                     state.last_failure = Some(broken.into());
@@ -170,6 +180,10 @@ impl<D: Device> Inner<D> {
         let ended = match outcome {
             Outcome::Returned(outputs) => {
                 self.finish(&state, call, &mut placed, &storages, outputs, serial)
+            }
+            Outcome::Failed(source) if not_capturable(&*source) => {
+                self.abandon(serial);
+                Err(Undone::Never(Never::NotCapturable))
             }
             Outcome::Failed(source) => {
                 let refused = refusal(&*source);
@@ -253,6 +267,9 @@ impl<D: Device> Inner<D> {
         if info.memory > 0 {
             let error = Error::MemoryNodes(info);
             return Err(Undone::Capture(Failure { error, first: None }));
+        }
+        if info.nodes() < state.functions[call.function].min_nodes {
+            return Err(Undone::Never(Never::TooSmall));
         }
         let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
         device
@@ -499,4 +516,16 @@ impl<D: Device> State<D> {
             })
             .collect()
     }
+}
+
+/// Whether a closure said that it does what cannot be captured.
+fn not_capturable(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if matches!(error.downcast_ref(), Some(Error::NotCapturable { .. })) {
+            return true;
+        }
+        next = error.source();
+    }
+    false
 }

@@ -57,6 +57,18 @@ impl<'a, D: Device> Recorder<'a, D> {
         self.device
     }
 
+    /// Says that what comes now cannot be captured (it waits for the device, reads a value, calls a library that does). While the function is recorded, that is an
+    /// error to be returned: the recording is given up, the call answered eagerly, and the key not recorded again. In any other phase nothing happens.
+    ///
+    /// # Errors
+    /// [`Error::NotCapturable`](crate::Error::NotCapturable) while the function is captured.
+    pub fn not_capturable(&self, what: &str) -> Result<()> {
+        match self.phase {
+            Phase::Record | Phase::Inline => Err(crate::Error::NotCapturable { what: what.into() }),
+            Phase::Warmup | Phase::Replay | Phase::Eager => Ok(()),
+        }
+    }
+
     /// Whether this is a warmup or a recording.
     #[must_use]
     pub fn phase(&self) -> Phase {
