@@ -406,6 +406,11 @@ impl<D: Device> Storage<D> {
         old
     }
 
+    /// Takes its block from it, while it is held: for one that is to be overwritten by the call that reads it.
+    pub(crate) fn disown(&self) -> Option<Allocation> {
+        lock(&self.custody).block.take()
+    }
+
     /// Brings back a storage that died inside a capture which is now undone: one owner, the same generation.
     /// Returns the stamp of the handle to make, or `None` if it is held after all.
     pub(crate) fn resurrect(&self) -> Option<u64> {

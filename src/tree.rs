@@ -38,6 +38,7 @@ use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
+use crate::storage::Storage;
 use crate::sync::lock;
 use call::{Call, inputs_error};
 use decide::{Choice, Demoted, Place};
@@ -45,7 +46,7 @@ use function::{Bound, FunctionState};
 use generation::Generations;
 use inline::Inlined;
 use node::Node;
-use path::Entry;
+use path::{Entry, Fed, Intake};
 use record::Failure;
 use remove::Registry;
 use replay::Taken;
@@ -509,11 +510,7 @@ impl<D: Device> Inner<D> {
         at: &'static Location<'static>,
     ) -> Result<()> {
         let name = function.shared_name();
-        let ended = self.generations.ended();
-        if ended != state.seen_ended {
-            state.retire(&self.generations, ended, name, at);
-        }
-        state.functions[key].check_bound()?;
+        // Before generations end: their outputs may be inputs here.
         let mut gives = false;
         for arg in &*args {
             if let Some(tensor) = arg.tensor() {
@@ -521,9 +518,15 @@ impl<D: Device> Inner<D> {
             }
             gives |= arg.is_given();
         }
+        let ended = self.generations.ended();
+        let mut fed = Fed::new();
+        if ended != state.seen_ended {
+            fed = self.retire(&mut state, key, ended, args, name, at);
+        }
+        state.functions[key].check_bound()?;
         let variant = state.functions[key].variant_or_new(variant_key);
         let (choice, taken) = loop {
-            let choice = state.choose(key, variant, step.number(), args);
+            let choice = state.choose(key, variant, step.number(), args, &fed);
             let Choice::Replay(node) = choice else {
                 break (choice, Taken::new());
             };
@@ -541,6 +544,7 @@ impl<D: Device> Inner<D> {
             args,
             gives,
             demoted: Demoted::new(),
+            fed,
             at,
         };
         let reason = match &choice {
@@ -567,6 +571,43 @@ impl<D: Device> Inner<D> {
             Choice::Warmup(_) => self.warmup(state, call, reason, out),
             _ => self.eager(state, call, reason, out),
         }
+    }
+
+    /// Ends the generations whose tokens were dropped; what of them this call copies in.
+    fn retire(
+        &self,
+        state: &mut State<D>,
+        function: FunctionKey,
+        ended: u64,
+        args: &[Arg<'_, D>],
+        by: &Arc<str>,
+        at: &'static Location<'static>,
+    ) -> Fed<D> {
+        let f = &state.functions[function];
+        let passed: SmallVec<[(*const Storage<D>, bool); 4]> = args
+            .iter()
+            .enumerate()
+            .filter_map(|(index, arg)| {
+                Some((
+                    Arc::as_ptr(arg.tensor()?.storage()?),
+                    f.in_place(index, arg),
+                ))
+            })
+            .collect();
+        let taken = |storage: &Arc<Storage<D>>| {
+            let mut places = passed
+                .iter()
+                .filter(|(passed, _)| *passed == Arc::as_ptr(storage))
+                .map(|(_, in_place)| *in_place)
+                .peekable();
+            places.peek()?;
+            Some(if places.any(|in_place| in_place) {
+                Intake::InPlace
+            } else {
+                Intake::Copied
+            })
+        };
+        state.retire(&self.generations, ended, taken, by, at)
     }
 
     /// Takes the state, once no closure of another thread is running.

@@ -10,6 +10,7 @@ use super::args::{Arg, Inputs, Slot};
 use super::decide::Demoted;
 use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
+use super::path::Fed;
 use super::recorder::Recorder;
 use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
@@ -30,7 +31,23 @@ pub(super) struct Call<'c, 'a, D: Device> {
     pub(super) gives: bool,
     /// Passed inputs that are copied although they would be used in place.
     pub(super) demoted: Demoted,
+    /// Passed inputs of generations that have ended.
+    pub(super) fed: Fed<D>,
     pub(super) at: &'static Location<'static>,
+}
+
+impl<D: Device> Call<'_, '_, D> {
+    /// Ends what was fed: the work that reads it has been enqueued, and may have been to write over it.
+    pub(super) fn end_fed(&self) {
+        for storage in &self.fed {
+            storage.hush();
+            storage.invalidate(self.name, self.at);
+        }
+    }
+
+    pub(super) fn is_fed(&self, storage: &Arc<Storage<D>>) -> bool {
+        self.fed.iter().any(|fed| Arc::ptr_eq(fed, storage))
+    }
 }
 
 /// The inputs of one call, classified, and the copied ones placed. Nothing has been given up yet.
@@ -117,6 +134,16 @@ impl<D: Device> Inner<D> {
         self.allocator
             .device()
             .gather(&self.stream, &placed.gather, &placed.sources)
+    }
+
+    /// Frees the blocks of what was fed and has been copied in: the closure may use that memory. Each, with the block it had.
+    pub(super) fn lend_fed(&self, call: &Call<'_, '_, D>) -> Vec<(Arc<Storage<D>>, Allocation)> {
+        let disown = |storage: &Arc<Storage<D>>| Some((storage.clone(), storage.disown()?));
+        let lent: Vec<_> = call.fed.iter().filter_map(disown).collect();
+        for (_, block) in &lent {
+            self.pool.let_go(Some(*block));
+        }
+        lent
     }
 
     /// Puts the inputs into the closure's hands, by position. Given outputs of the path go with them.

@@ -1,5 +1,7 @@
 //! What is done with a call: one function, one answer, and why.
 
+use std::sync::Arc;
+
 use smallvec::SmallVec;
 
 use super::admit::{Mismatch, admit, differences};
@@ -52,6 +54,7 @@ impl<D: Device> State<D> {
         variant: usize,
         generation: u64,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Choice {
         self.drop_carried();
         while self.tip_is_exact() && self.tip_is_dead() {
@@ -79,7 +82,7 @@ impl<D: Device> State<D> {
             if self.skips > 0 && self.is_skipped(function) {
                 return Choice::Eager(Reason::Skipped);
             }
-            if let Some(node) = self.admitted(function, variant, args) {
+            if let Some(node) = self.admitted(function, variant, args, fed) {
                 return Choice::Replay(node);
             }
             if !self.tip_is_dead() {
@@ -88,12 +91,12 @@ impl<D: Device> State<D> {
             self.cut_tip();
         }
         if self.tip_is_before(generation)
-            && let Some(node) = self.admitted_apart(function, variant, args)
+            && let Some(node) = self.admitted_apart(function, variant, args, fed)
         {
             self.carry_path();
             return Choice::Replay(node);
         }
-        self.not_admitted(function, variant, args)
+        self.not_admitted(function, variant, args, fed)
     }
 
     /// What to do where nothing that is recorded fits.
@@ -102,16 +105,17 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Choice {
         let siblings = self.siblings(function, variant);
         let mut demoted = Demoted::new();
         let reason = match siblings.last() {
             None => Reason::FirstRecording,
             Some(last) => {
-                if let Some(choice) = self.on_move(function, &siblings, args, &mut demoted) {
+                if let Some(choice) = self.on_move(function, &siblings, args, fed, &mut demoted) {
                     return choice;
                 }
-                Reason::Changed(self.mismatch(*last, args))
+                Reason::Changed(self.mismatch(*last, args, fed))
             }
         };
         let f = &mut self.functions[function];
@@ -150,10 +154,11 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         siblings: &[NodeKey],
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
         demoted: &mut Demoted,
     ) -> Option<Choice> {
         let (sibling, moves) = siblings.iter().rev().find_map(|key| {
-            let all = self.differences(*key, args);
+            let all = self.differences(*key, args, fed);
             (!all.is_empty() && all.iter().all(Mismatch::is_move)).then_some((*key, all))
         })?;
         let place = (self.tip(), function);
@@ -247,9 +252,10 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Option<NodeKey> {
         let fits = |key: &NodeKey| {
-            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key)
+            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key, args, fed)
         };
         match self.path.last() {
             None => self.functions[function].variants[variant]
@@ -275,6 +281,7 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Option<NodeKey> {
         let mut all: Vec<NodeKey> = self
             .nodes
@@ -286,7 +293,10 @@ impl<D: Device> State<D> {
         all.into_iter().find(|key| {
             let node = &self.nodes[*key];
             // The path would be carried along, and so its outputs are copied in like others.
-            self.fits(*key, args, |_| false) && !self.all_held().any(|held| node.overwrites(held))
+            self.fits(*key, args, |_| false)
+                && !self
+                    .all_held()
+                    .any(|held| node.overwrites(held) && !node.spends(held, args, fed))
         })
     }
 
@@ -306,24 +316,37 @@ impl<D: Device> State<D> {
     }
 
     /// Whether a child of the tip would write over something that is held and that its masks do not speak of.
-    fn overwrites_others(&self, key: NodeKey) -> bool {
+    fn overwrites_others(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
+    ) -> bool {
         let node = &self.nodes[key];
-        let over = |entry: &Entry<D>| self.held(entry).any(|held| node.overwrites(held));
+        let over = |entry: &Entry<D>| {
+            self.held(entry)
+                .any(|held| node.overwrites(held) && !node.spends(held, args, fed))
+        };
         self.carried.iter().any(over) || (node.apart && self.path.iter().any(over))
     }
 
     /// All that hinders a recording at the path's end from being replayed.
-    fn differences(&self, key: NodeKey, args: &[Arg<'_, D>]) -> SmallVec<[Mismatch; 4]> {
+    fn differences(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
+    ) -> SmallVec<[Mismatch; 4]> {
         let mut all = differences(&self.nodes[key], args, |s| self.on_path(s));
-        if all.is_empty() && self.overwrites_others(key) {
+        if all.is_empty() && self.overwrites_others(key, args, fed) {
             all.push(Mismatch::Held);
         }
         all
     }
 
     /// The first of it.
-    fn mismatch(&self, key: NodeKey, args: &[Arg<'_, D>]) -> Mismatch {
-        self.differences(key, args)
+    fn mismatch(&self, key: NodeKey, args: &[Arg<'_, D>], fed: &[Arc<Storage<D>>]) -> Mismatch {
+        self.differences(key, args, fed)
             .first()
             .copied()
             .unwrap_or(Mismatch::Held)

@@ -21,7 +21,7 @@ use super::{Inner, State};
 use crate::allocator::{Born, Claim};
 use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed};
 use crate::error::{Error, Phase, Result};
-use crate::pool::{Pins, Tag};
+use crate::pool::{Allocation, Pins, Tag};
 use crate::storage::{Storage, Tensor};
 
 /// Why a capture failed for its own reasons.
@@ -106,6 +106,8 @@ impl<D: Device> Inner<D> {
             Ok(recorded) => {
                 state.use_stream(call.stream);
                 state.charge(call.function, reason);
+                call.end_fed();
+                state.drop_carried();
                 self.commit(&mut state, &call, &before, recorded, reason, out);
                 self.give_up(&mut call);
                 evicted.extend(self.make_room(&mut state, 0));
@@ -165,6 +167,7 @@ impl<D: Device> Inner<D> {
             self.abandon(serial);
             return (state, Err(Undone::Capture(error.into())));
         }
+        let lent = self.lend_fed(call);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(
             call,
@@ -220,7 +223,7 @@ impl<D: Device> Inner<D> {
             Err(undone) => {
                 self.pool.unpin(&pins);
                 self.drop_survivors(call, &storages);
-                let undone = match self.roll_back(call, given) {
+                let undone = match self.roll_back(call, given, &lent) {
                     Ok(()) => undone,
                     Err(error) => Undone::Call(error),
                 };
@@ -299,7 +302,12 @@ impl<D: Device> Inner<D> {
 
     /// Brings back what was given and died inside: its block, and a handle in the caller's hands for each. What was allocated inside is free again, so
     /// wherever such a block lay is free too.
-    fn roll_back(&self, call: &mut Call<'_, '_, D>, given: Vec<Given<D>>) -> Result<()> {
+    fn roll_back(
+        &self,
+        call: &mut Call<'_, '_, D>,
+        given: Vec<Given<D>>,
+        lent: &[(Arc<Storage<D>>, Allocation)],
+    ) -> Result<()> {
         let mut died: Vec<Arc<Storage<D>>> = Vec::new();
         let mut claim: Vec<Claim> = Vec::new();
         for g in &given {
@@ -315,13 +323,26 @@ impl<D: Device> Inner<D> {
                 died.push(g.storage.clone());
             }
         }
-        if !died.is_empty() {
+        // What was fed has its block again, if it is held still.
+        let lent: Vec<_> = lent.iter().filter(|(s, _)| s.owners() > 0).collect();
+        for (storage, block) in &lent {
+            claim.push(Claim {
+                range: block.address()..block.address() + block.bytes(),
+                tag: Tag(storage.id().0),
+                owned: None,
+            });
+        }
+        if !claim.is_empty() {
             let claimed = self.pool.claim_blocks(call.stream, &claim)?;
-            for (storage, block) in died.iter().zip(claimed) {
+            let mut blocks = claimed.into_iter();
+            for (storage, block) in died.iter().zip(&mut blocks) {
                 // The handle is made below: until then the storage is held by this owner.
                 if storage.resurrect().is_some() {
                     storage.adopt(block, call.stream.clone());
                 }
+            }
+            for ((storage, _), block) in lent.iter().zip(blocks) {
+                storage.adopt(block, call.stream.clone());
             }
         }
         for g in given {
@@ -451,6 +472,11 @@ impl<D: Device> Inner<D> {
             graph,
             checkpoint: self.pool.checkpoint_blocks(),
             saved: saved.into(),
+            copies: placed
+                .gather
+                .iter()
+                .map(|slot| slot.dst.0..slot.dst.0 + slot.bytes)
+                .collect(),
             sources: placed.sources,
         });
         match parent {

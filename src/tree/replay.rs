@@ -82,6 +82,8 @@ impl<D: Device> Inner<D> {
                 consumed.storage.end(*word);
             }
         }
+        // Before its outputs are handed out anew: what was fed may be one of them.
+        call.end_fed();
         out.begin(Phase::Replay, Some(node.id), None);
         for (storage, outputs) in &node.slots {
             storage.hand_out(*outputs);

@@ -47,6 +47,7 @@ impl<D: Device> Inner<D> {
                 return Err(error);
             }
         };
+        self.lend_fed(&call);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(
             &mut call,
@@ -84,6 +85,8 @@ impl<D: Device> Inner<D> {
         for given in &given {
             given.storage.hand_over(call.stream);
         }
+        call.end_fed();
+        state.drop_carried();
         if let Some(panic) = panicked {
             drop(state);
             std::panic::resume_unwind(panic);
