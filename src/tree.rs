@@ -12,6 +12,7 @@ mod eager;
 mod function;
 mod generation;
 mod inline;
+mod keep;
 mod node;
 mod outputs;
 mod path;
@@ -57,7 +58,7 @@ pub use function::{Function, FunctionSpec};
 pub use generation::Step;
 pub use node::NodeId;
 pub use outputs::Outputs;
-pub use policy::{Budget, MovePolicy, OnMove};
+pub use policy::{Budget, MovePolicy, OnMove, OnOverwrite};
 pub use reason::{Advice, FunctionReport, Reason, ReasonKind};
 pub use recorder::Recorder;
 pub use view::{Counts, FunctionView, HeldView, InputView, NodeView, OutputView, TreeView};
@@ -130,6 +131,7 @@ struct State<D: Device> {
     /// How many of these are skipped.
     skips: usize,
     budget: Budget,
+    on_overwrite: OnOverwrite,
     /// Bytes of all graphs, as estimated.
     graph_bytes: u64,
     /// Kinds of reasons that are errors, as bits.
@@ -233,10 +235,7 @@ impl<D: Device> GraphTrees<D> {
             let Some(storage) = tensor.storage() else {
                 continue;
             };
-            if storage
-                .memory()
-                .is_some_and(|m| m.in_pool(&self.inner.pool))
-            {
+            if storage.in_pool(&self.inner.pool) {
                 let detail = format!(
                     "input {position} is an output of this tree, whose memory is reused: pass it to run, or bind a tensor from outside"
                 );
@@ -315,6 +314,11 @@ impl<D: Device> GraphTrees<D> {
             drop(state);
             drop(removed);
         }
+    }
+
+    /// What happens from now on to outputs that are held when their generation ends.
+    pub fn on_overwrite(&self, policy: OnOverwrite) {
+        lock(&self.inner.state).on_overwrite = policy;
     }
 
     /// Makes runs for these kinds of reasons errors ([`Error::Refused`]), in place of the kinds before: [`ReasonKind::EAGER`] for no fallbacks, with the
@@ -521,6 +525,9 @@ impl<D: Device> Inner<D> {
         let ended = self.generations.ended();
         let mut fed = Fed::new();
         if ended != state.seen_ended {
+            if state.on_overwrite == OnOverwrite::Copy {
+                self.keep_held(&mut state, stream, args)?;
+            }
             fed = self.retire(&mut state, key, ended, args, name, at);
         }
         state.functions[key].check_bound()?;
@@ -660,6 +667,7 @@ impl<D: Device> State<D> {
             places: HashMap::new(),
             skips: 0,
             budget: Budget::default(),
+            on_overwrite: OnOverwrite::Stale,
             graph_bytes: 0,
             refused: 0,
             leaving: Vec::new(),

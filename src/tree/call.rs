@@ -372,7 +372,7 @@ impl<D: Device> Inner<D> {
                 _ => {}
             }
         }
-        if storage.memory().is_some_and(|m| m.in_pool(&self.pool)) {
+        if storage.in_pool(&self.pool) {
             return Err(Error::ForeignOutput {
                 function: call.name.clone(),
                 output: index,
