@@ -11,7 +11,7 @@ use super::decide::Demoted;
 use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
 use super::path::Fed;
-use super::recorder::Recorder;
+use super::recorder::{Recorder, Said};
 use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
 use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
@@ -75,7 +75,7 @@ pub(super) struct Given<D: Device> {
 
 /// What came of a closure.
 pub(super) enum Outcome<D: Device> {
-    Returned(Vec<Tensor<D>>),
+    Returned(Vec<Tensor<D>>, Said),
     Failed(crate::error::BoxError),
     Panicked(Box<dyn Any + Send>),
 }
@@ -275,11 +275,13 @@ impl<D: Device> Inner<D> {
             pool,
             phase,
             born,
+            allocator: &self.allocator,
+            said: Said::default(),
         };
         let result = catch_unwind(AssertUnwindSafe(|| body(&mut recorder, inputs)));
         drop(route);
         match result {
-            Ok(Ok(outputs)) => Outcome::Returned(outputs),
+            Ok(Ok(outputs)) => Outcome::Returned(outputs, recorder.said),
             Ok(Err(error)) => Outcome::Failed(error),
             Err(panic) => Outcome::Panicked(panic),
         }

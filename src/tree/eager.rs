@@ -48,8 +48,8 @@ impl<D: Device> Inner<D> {
             phase: Phase::Eager,
             source,
         };
-        let outputs = match outcome {
-            Outcome::Returned(outputs) => outputs,
+        let (outputs, said) = match outcome {
+            Outcome::Returned(outputs, said) => (outputs, said),
             Outcome::Failed(source) => return Err(failed(source)),
             Outcome::Panicked(panic) => {
                 drop(state);
@@ -61,6 +61,7 @@ impl<D: Device> Inner<D> {
         }
         state.counts.eager += 1;
         out.hand_out(Phase::Eager, None, Some(reason), outputs, call.at);
+        out.set_values(said.values);
         Ok(())
     }
 

@@ -49,12 +49,15 @@ pub(super) struct Settings {
     pub(super) min_nodes: usize,
 }
 
+/// Says of a key whether it is captured.
+type Wanted = Arc<dyn Fn(&[i64]) -> bool + Send + Sync>;
+
 /// Which keys are captured.
 #[derive(Clone)]
 pub(super) enum Keys {
     All,
     These(Vec<Key>),
-    If(Arc<dyn Fn(&[i64]) -> bool + Send + Sync>),
+    If(Wanted),
 }
 
 impl fmt::Debug for Keys {

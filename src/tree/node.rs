@@ -41,6 +41,8 @@ pub(super) struct Node<D: Device> {
     /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
     pub(super) consumed: Box<[Consumed<D>]>,
     pub(super) outputs: Box<[OutputSpec<D>]>,
+    /// Host values that go with them.
+    pub(super) values: Box<[Value]>,
     /// The storages that the graph makes, and how many outputs lie in each.
     pub(super) slots: Box<[(Arc<Storage<D>>, u64)]>,
     /// Which of the slots are held.

@@ -10,7 +10,7 @@ use std::sync::{Arc, MutexGuard};
 use smallvec::SmallVec;
 use tracing::{debug_span, warn};
 
-use super::args::Arg;
+use super::args::{Arg, Value};
 use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
 use super::function::Never;
 use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint};
@@ -60,6 +60,8 @@ enum Undone {
     Capture(Failure),
     /// The key is not to be captured again: the call is answered eagerly.
     Never(Never),
+    /// The closure did not want it kept: the call is answered eagerly.
+    Discarded,
     /// The caller hears of it.
     Call(Error),
     /// The closure panicked; in a capture that was broken, if that is known.
@@ -78,6 +80,7 @@ struct Recorded<D: Device> {
     outputs: Vec<Tensor<D>>,
     footprint: Box<[Range<u64>]>,
     pins: Pins,
+    values: Vec<Value>,
 }
 
 impl<D: Device> Inner<D> {
@@ -116,6 +119,12 @@ impl<D: Device> Inner<D> {
                 Ok(())
             }
             Err(Undone::Call(error)) => Err(error),
+            Err(Undone::Discarded) => {
+                drop((entered, held, evicted));
+                let reason = Reason::Discarded;
+                state.answered(call.function, reason);
+                self.eager(state, call, reason, out)
+            }
             Err(Undone::Never(never)) => {
                 state.functions[call.function].variants[call.variant].never = Some(never);
                 drop((entered, held, evicted));
@@ -180,9 +189,18 @@ impl<D: Device> Inner<D> {
         let storages = born.storages();
         // Before the capture is over, and with it the time in which nothing is given back.
         let pins = self.pool.pin(storages.iter().map(|s| s.ptr().0));
+        let mut values = Vec::new();
         let ended = match outcome {
-            Outcome::Returned(outputs) => {
-                self.finish(&state, call, &mut placed, &storages, outputs, serial)
+            Outcome::Returned(outputs, said) => {
+                values = said.values;
+                if said.discard {
+                    match self.abandon(serial) {
+                        Some(broken) => Err(Undone::Capture(broken.into())),
+                        None => Err(Undone::Discarded),
+                    }
+                } else {
+                    self.finish(&state, call, &mut placed, &storages, outputs, serial)
+                }
             }
             Outcome::Failed(source) if not_capturable(&*source) => {
                 self.abandon(serial);
@@ -218,6 +236,7 @@ impl<D: Device> Inner<D> {
                     outputs,
                     footprint: footprint(&storages),
                     pins,
+                    values,
                 }),
             ),
             Err(undone) => {
@@ -382,6 +401,7 @@ impl<D: Device> Inner<D> {
             outputs,
             footprint,
             pins,
+            values,
         } = recorded;
         // Given and kept inside: the caller's again, and not to die between the looks that follow.
         let _kept: Vec<_> = given
@@ -466,6 +486,7 @@ impl<D: Device> Inner<D> {
             pins,
             used: state.counts.uses(),
             consumed: consumed.into(),
+            values: values.clone().into(),
             outputs: sorted.specs.into(),
             slots: sorted.slots.into(),
             live,
@@ -501,6 +522,7 @@ impl<D: Device> Inner<D> {
         f.variants[call.variant].warm = true;
         f.variants[call.variant].captured();
         out.hand_out(Phase::Record, Some(id), Some(reason), outputs, call.at);
+        out.set_values(values);
     }
 }
 

@@ -117,6 +117,9 @@ impl<D: Device> Inner<D> {
             };
             out.push(tensor);
         }
+        if !node.values.is_empty() {
+            out.extend_values(&node.values);
+        }
         // Its last run may still be listed, if that died only now: this one takes its place.
         state
             .carried
