@@ -65,12 +65,13 @@ impl<D: Device> State<D> {
         if let Some(never) = f.variants[variant].never {
             return Choice::Eager(never.into());
         }
-        if let Some(input) = self.mutated_copy(f, args) {
-            return Choice::Eager(Reason::InputMutated(input));
-        }
         if self.tip_is_warm() && warm && self.tip_is_before(generation) {
             // Only warmups follow a warmup; but this is another generation, which need not wait until the warmup's outputs are let go.
             self.carry_path();
+        }
+        // What is carried along is copied in.
+        if let Some(input) = self.mutated_copy(&self.functions[function], args) {
+            return Choice::Eager(Reason::InputMutated(input));
         }
         if !warm {
             return Choice::Warmup(Reason::NotWarm);
@@ -91,6 +92,7 @@ impl<D: Device> State<D> {
             self.cut_tip();
         }
         if self.tip_is_before(generation)
+            && !self.mutates_path(function, args)
             && let Some(node) = self.admitted_apart(function, variant, args, fed)
         {
             self.carry_path();
@@ -146,6 +148,16 @@ impl<D: Device> State<D> {
                 && !function.in_place(*index, &args[*index])
         };
         (0..args.len()).find(written)
+    }
+
+    /// Whether the function writes an output of the path, which would be copied in if the path were carried along.
+    fn mutates_path(&self, function: FunctionKey, args: &[Arg<'_, D>]) -> bool {
+        let f = &self.functions[function];
+        !f.mutates.is_empty()
+            && args.iter().enumerate().any(|(index, arg)| {
+                let storage = arg.tensor().and_then(Tensor::storage);
+                f.mutates(f.position(index)) && storage.is_some_and(|s| self.on_path(s))
+            })
     }
 
     /// Follows the function's policy for inputs that move, where moves are all that hinders one of the recordings. `None`: record, with `demoted` copied.

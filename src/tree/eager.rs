@@ -112,6 +112,8 @@ impl<D: Device> Inner<D> {
         for (slot, arg) in all.iter_mut().zip(call.args.iter_mut()) {
             let Some(given) = arg.take() else { continue };
             if !matches!(slot, Slot::Taken) {
+                // Copied: it dies here, on whatever stream it was handed out, before the copy has been made.
+                given.storage().inspect(|s| s.hush());
                 continue;
             }
             if let Some(storage) = given.storage() {

@@ -68,8 +68,8 @@ enum Undone {
     Panic(Box<dyn std::any::Any + Send>, Option<DeviceError>),
 }
 
-/// What there is between the closure's return and the node: the graph, and the outputs with what they are.
-type Finished<D> = (Launchable<D>, Sorted<D>, Vec<Tensor<D>>);
+/// What there is between the closure's return and the node: the graph, and what the outputs are.
+type Finished<D> = (Launchable<D>, Sorted<D>);
 
 /// A graph that was captured and launched, and what there is to say of it.
 struct Recorded<D: Device> {
@@ -189,17 +189,17 @@ impl<D: Device> Inner<D> {
         let storages = born.storages();
         // Before the capture is over, and with it the time in which nothing is given back.
         let pins = self.pool.pin(storages.iter().map(|s| s.ptr().0));
-        let mut values = Vec::new();
+        let (mut values, mut returned) = (Vec::new(), Vec::new());
         let ended = match outcome {
             Outcome::Returned(outputs, said) => {
-                values = said.values;
+                (values, returned) = (said.values, outputs);
                 if said.discard {
                     match self.abandon(serial) {
                         Some(broken) => Err(Undone::Capture(broken.into())),
                         None => Err(Undone::Discarded),
                     }
                 } else {
-                    self.finish(&state, call, &mut placed, &storages, outputs, serial)
+                    self.finish(&state, call, &mut placed, &storages, &returned, serial)
                 }
             }
             Outcome::Failed(source) if not_capturable(&*source) => {
@@ -226,14 +226,14 @@ impl<D: Device> Inner<D> {
             Outcome::Panicked(panic) => Err(Undone::Panic(panic, self.abandon(serial))),
         };
         match ended {
-            Ok((graph, sorted, outputs)) => (
+            Ok((graph, sorted)) => (
                 state,
                 Ok(Recorded {
                     graph,
                     placed,
                     sorted,
                     given,
-                    outputs,
+                    outputs: returned,
                     footprint: footprint(&storages),
                     pins,
                     values,
@@ -241,6 +241,9 @@ impl<D: Device> Inner<D> {
             ),
             Err(undone) => {
                 self.pool.unpin(&pins);
+                // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.
+                given.iter().for_each(|g| g.storage.hush());
+                drop(returned);
                 self.drop_survivors(call, &storages);
                 let undone = match self.roll_back(call, given, &lent) {
                     Ok(()) => undone,
@@ -258,7 +261,7 @@ impl<D: Device> Inner<D> {
         call: &Call<'_, '_, D>,
         placed: &mut Placed<D>,
         born: &[Arc<Storage<D>>],
-        outputs: Vec<Tensor<D>>,
+        outputs: &[Tensor<D>],
         serial: u64,
     ) -> Result<Finished<D>, Undone> {
         let device = self.allocator.device();
@@ -267,7 +270,7 @@ impl<D: Device> Inner<D> {
             call,
             Phase::Record,
             &mut placed.specs,
-            &outputs,
+            outputs,
             born,
         );
         let sorted = match sorted {
@@ -304,7 +307,6 @@ impl<D: Device> Inner<D> {
                 _pools: pools,
             },
             sorted,
-            outputs,
         ))
     }
 
