@@ -40,7 +40,7 @@ use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
-use crate::storage::Storage;
+use crate::storage::{Storage, Tensor};
 use crate::sync::lock;
 use call::{Call, inputs_error};
 use decide::{Choice, Demoted, Place};
@@ -592,22 +592,18 @@ impl<D: Device> Inner<D> {
         by: &Arc<str>,
         at: &'static Location<'static>,
     ) -> Fed<D> {
-        let f = &state.functions[function];
-        let passed: SmallVec<[(*const Storage<D>, bool); 4]> = args
-            .iter()
-            .enumerate()
-            .filter_map(|(index, arg)| {
-                Some((
-                    Arc::as_ptr(arg.tensor()?.storage()?),
-                    f.in_place(index, arg),
-                ))
-            })
-            .collect();
-        let taken = |storage: &Arc<Storage<D>>| {
-            let mut places = passed
+        // Asked only of what is held and ends.
+        let taken = |functions: &SlotMap<FunctionKey, FunctionState<D>>,
+                     storage: &Arc<Storage<D>>| {
+            let f = &functions[function];
+            let mut places = args
                 .iter()
-                .filter(|(passed, _)| *passed == Arc::as_ptr(storage))
-                .map(|(_, in_place)| *in_place)
+                .enumerate()
+                .filter(|(_, arg)| {
+                    let passed = arg.tensor().and_then(Tensor::storage);
+                    passed.is_some_and(|passed| Arc::ptr_eq(passed, storage))
+                })
+                .map(|(index, arg)| f.in_place(index, arg))
                 .peekable();
             places.peek()?;
             Some(if places.any(|in_place| in_place) {

@@ -8,9 +8,10 @@ use smallvec::SmallVec;
 use tracing::debug_span;
 
 use super::args::Arg;
+use super::function::FunctionState;
 use super::generation::Generations;
 use super::node::Node;
-use super::{Inner, NodeKey, State};
+use super::{FunctionKey, Inner, NodeKey, State};
 use crate::allocator::Claim;
 use crate::device::Device;
 use crate::error::Result;
@@ -218,7 +219,7 @@ impl<D: Device> State<D> {
         &mut self,
         generations: &Generations,
         ended: u64,
-        taken: impl Fn(&Arc<Storage<D>>) -> Option<Intake>,
+        taken: impl Fn(&SlotMap<FunctionKey, FunctionState<D>>, &Arc<Storage<D>>) -> Option<Intake>,
         by: &Arc<str>,
         at: &'static Location<'static>,
     ) -> Fed<D> {
@@ -229,7 +230,7 @@ impl<D: Device> State<D> {
         for entry in self.path.iter().chain(&self.carried) {
             if ended(entry) {
                 for storage in self.held(entry) {
-                    match taken(storage) {
+                    match taken(&self.functions, storage) {
                         Some(Intake::Copied) => fed.push(storage.clone()),
                         Some(Intake::InPlace) => kept.push(storage.clone()),
                         None => storage.invalidate(by, at),
