@@ -43,7 +43,7 @@ use crate::pool::Checkpoint;
 use crate::storage::{Storage, Tensor};
 use crate::sync::lock;
 use call::{Call, inputs_error};
-use decide::{Choice, Demoted, Place};
+use decide::{Choice, Place};
 use function::{Bound, FunctionState};
 use generation::Generations;
 use inline::Inlined;
@@ -497,12 +497,15 @@ impl<D: Device> Inner<D> {
             out,
             at,
         );
-        self.tidy_after();
-        self.deliver(removed);
+        if removed.is_some() || self.untidy.load(Ordering::Acquire) {
+            self.tidy_after();
+            self.deliver(removed);
+        }
         done
     }
 
     /// Chooses what to do, and does it.
+    #[inline(always)] // one caller, and on the path of every replay
     #[allow(clippy::too_many_arguments)] // as above
     fn decided(
         &self,
@@ -552,34 +555,48 @@ impl<D: Device> Inner<D> {
             stream,
             args,
             gives,
-            demoted: Demoted::new(),
-            fed,
+            demoted: &[],
+            fed: &fed,
             at,
         };
-        let reason = match &choice {
-            Choice::Replay(node) => return self.replay(state, *node, call, &taken, out),
-            Choice::Record(reason, _) | Choice::Warmup(reason) | Choice::Eager(reason) => *reason,
-            Choice::Refuse(_) => Reason::Skipped,
-        };
-        if let Choice::Refuse(error) = choice {
-            return Err(error);
+        match choice {
+            Choice::Replay(node) => self.replay(state, node, call, &taken, out),
+            Choice::Record(reason, demoted) => {
+                call.demoted = &demoted;
+                state = self.answer(state, &call, reason)?;
+                self.record(state, call, reason, out)
+            }
+            Choice::Warmup(reason) => {
+                state = self.answer(state, &call, reason)?;
+                self.warmup(state, call, reason, out)
+            }
+            Choice::Eager(reason) => {
+                state = self.answer(state, &call, reason)?;
+                self.eager(state, call, reason, out)
+            }
+            Choice::Refuse(error) => Err(*error),
         }
+    }
+
+    /// Notes why a call is no replay. An error where that is refused.
+    #[cold]
+    fn answer<'s>(
+        &self,
+        mut state: MutexGuard<'s, State<D>>,
+        call: &Call<'_, '_, D>,
+        reason: Reason,
+    ) -> Result<MutexGuard<'s, State<D>>> {
         if state.refused & reason.kind().bit() != 0 {
-            let function = name.clone();
-            return Err(Error::Refused { function, reason });
+            return Err(Error::Refused {
+                function: call.name.clone(),
+                reason,
+            });
         }
-        state.answered(key, reason);
+        state.answered(call.function, reason);
         if !state.advice.is_empty() {
             self.untidy.store(true, Ordering::Release);
         }
-        match choice {
-            Choice::Record(_, demoted) => {
-                call.demoted = demoted;
-                self.record(state, call, reason, out)
-            }
-            Choice::Warmup(_) => self.warmup(state, call, reason, out),
-            _ => self.eager(state, call, reason, out),
-        }
+        Ok(state)
     }
 
     /// Ends the generations whose tokens were dropped; what of them this call copies in.

@@ -4,7 +4,6 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use slotmap::SlotMap;
-use smallvec::SmallVec;
 use tracing::debug_span;
 
 use super::args::Arg;
@@ -32,7 +31,7 @@ pub(super) enum Run<D: Device> {
 }
 
 /// Outputs of ended generations that a call takes as inputs: it copies them in, and then their memory is free, also for the call itself.
-pub(super) type Fed<D> = SmallVec<[Arc<Storage<D>>; 1]>;
+pub(super) type Fed<D> = Vec<Arc<Storage<D>>>;
 
 /// How a call takes an output of an ended generation.
 pub(super) enum Intake {
@@ -198,6 +197,7 @@ impl<D: Device> State<D> {
     }
 
     /// Forgets what was carried along and is not held any more.
+    #[inline]
     pub(super) fn drop_carried(&mut self) {
         if !self.carried.is_empty() {
             let nodes = &self.nodes;

@@ -83,9 +83,10 @@ impl<D: Device> Inner<D> {
             }
         }
         // Before its outputs are handed out anew: what was fed may be one of them. What is used in place goes on to the next run.
-        if !call.fed.is_empty() {
-            call.fed.retain(|fed| node.only_copies(fed, call.args));
-            call.end_fed();
+        for fed in call.fed {
+            if node.only_copies(fed, call.args) {
+                call.end_one(fed);
+            }
         }
         out.begin(Phase::Replay, Some(node.id), None);
         for (storage, outputs) in &node.slots {
