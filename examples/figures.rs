@@ -584,7 +584,7 @@ impl<D: Device> Bench<D> {
             }
 
             let trees = GraphTrees::new(&self.allocator)?;
-            let mut times = Vec::new();
+            let (mut times, mut kept) = (Vec::new(), Vec::new());
             for round in 0..ROUNDS {
                 let k = self.kernels.clone();
                 let spec = FunctionSpec::new(&format!("f{round}"))
@@ -610,6 +610,8 @@ impl<D: Device> Bench<D> {
                     .into());
                 }
                 self.drain()?;
+                // A function that is dropped takes its recording along.
+                kept.push(f);
             }
             self.put(&tree, median(times), "ns");
         }

@@ -390,8 +390,8 @@ impl Device for CudaDevice {
     }
 
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
+        // It is the thread's, whatever context is current.
         let call = Call::ExchangeCaptureMode;
-        let _current = self.inner.enter(call)?;
         let before = self
             .inner
             .exchange_mode(call, stream::raw_mode(mode) as u32)?;
