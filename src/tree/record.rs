@@ -388,8 +388,18 @@ impl<D: Device> Inner<D> {
                 while died != 0 {
                     let storage = state.slot(entry, word * 64 + died.trailing_zeros() as usize);
                     died &= died - 1;
+                    let mut inputs = given_in(&given, storage);
+                    let demoted = |spec: &InputSpec<D>| {
+                        matches!(spec, InputSpec::Copied { demoted: true, .. })
+                    };
+                    inputs.extend(
+                        (0..)
+                            .zip(&placed.specs)
+                            .filter(|(_, s)| demoted(s))
+                            .map(|(i, _)| i),
+                    );
                     consumed.push(Consumed {
-                        inputs: given_in(&given, storage),
+                        inputs,
                         storage: storage.clone(),
                     });
                 }
