@@ -136,7 +136,7 @@ impl Reason {
             Reason::InputMutated(_) => {
                 "declare the input static and pass it at one address, or return the new value as an output"
             }
-            Reason::InputMoved(_) | Reason::Skipped => {
+            Reason::InputMoved(_) => {
                 "keep the input at one address, or let it be copied (OnMove::Copy)"
             }
             Reason::NotWarm
@@ -144,7 +144,9 @@ impl Reason {
             | Reason::FirstRecording
             | Reason::Changed(_)
             | Reason::KeyNotCaptured
-            | Reason::GraphTooSmall => return None,
+            | Reason::GraphTooSmall
+            // It was said when the input moved.
+            | Reason::Skipped => return None,
         })
     }
 }
