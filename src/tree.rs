@@ -545,7 +545,10 @@ impl<D: Device> Inner<D> {
         };
         let reason = match &choice {
             Choice::Replay(node) => return self.replay(state, *node, call, &taken, out),
-            Choice::Record(reason, _) | Choice::Warmup(reason) | Choice::Eager(reason) => *reason,
+            Choice::Record(reason, _)
+            | Choice::Warmup(reason)
+            | Choice::Eager(reason)
+            | Choice::Skip(reason) => *reason,
             Choice::Refuse(_) => Reason::Skipped,
         };
         if let Choice::Refuse(error) = choice {
@@ -554,6 +557,9 @@ impl<D: Device> Inner<D> {
         if state.refused & reason.kind().bit() != 0 {
             let function = name.clone();
             return Err(Error::Refused { function, reason });
+        }
+        if let Choice::Skip(_) = choice {
+            state.skip_here(key);
         }
         state.answered(key, reason);
         if !state.advice.is_empty() {

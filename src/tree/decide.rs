@@ -23,6 +23,8 @@ pub(super) enum Choice {
     Record(Reason, Demoted),
     Warmup(Reason),
     Eager(Reason),
+    /// Eager, as every later call of the function at this place.
+    Skip(Reason),
     Refuse(Error),
 }
 
@@ -107,12 +109,11 @@ impl<D: Device> State<D> {
         let mut demoted = Demoted::new();
         let reason = match siblings.last() {
             None => Reason::FirstRecording,
-            Some(last) => {
-                if let Some(choice) = self.on_move(function, &siblings, args, &mut demoted) {
-                    return choice;
-                }
-                Reason::Changed(self.mismatch(*last, args))
-            }
+            Some(last) => match self.on_move(function, &siblings, args, &mut demoted) {
+                Err(choice) => return choice,
+                Ok(Some(moved)) => Reason::Changed(moved),
+                Ok(None) => Reason::Changed(self.mismatch(*last, args)),
+            },
         };
         let f = &mut self.functions[function];
         if f.variants[variant].pauses() {
@@ -144,18 +145,24 @@ impl<D: Device> State<D> {
         (0..args.len()).find(written)
     }
 
-    /// Follows the function's policy for inputs that move, where moves are all that hinders one of the recordings. `None`: record, with `demoted` copied.
+    /// Follows the function's policy for inputs that move, where one of the recordings is of the same inputs but for moves: then it is recorded on account of
+    /// the first of them, with `demoted` copied, or what the policy says is done instead.
     fn on_move(
-        &mut self,
+        &self,
         function: FunctionKey,
         siblings: &[NodeKey],
         args: &[Arg<'_, D>],
         demoted: &mut Demoted,
-    ) -> Option<Choice> {
-        let (sibling, moves) = siblings.iter().rev().find_map(|key| {
-            let all = self.differences(*key, args);
+    ) -> Result<Option<Mismatch>, Choice> {
+        let moved = siblings.iter().rev().find_map(|key| {
+            let mut all = self.differences(*key, args);
+            // What is held besides goes with what is passed: another output here, another one held.
+            all.retain(|mismatch| !mismatch.is_liveness());
             (!all.is_empty() && all.iter().all(Mismatch::is_move)).then_some((*key, all))
-        })?;
+        });
+        let Some((sibling, moves)) = moved else {
+            return Ok(None);
+        };
         let place = (self.tip(), function);
         let (statics, managed) = self
             .places
@@ -164,8 +171,7 @@ impl<D: Device> State<D> {
         let f = &self.functions[function];
         let mut then = OnMove::Record;
         for mismatch in &moves {
-            let is_static = matches!(mismatch, Mismatch::StaticMoved { .. });
-            let (policy, count) = if is_static {
+            let (policy, count) = if f.static_move(mismatch) {
                 (f.on_static_move, statics)
             } else {
                 (f.on_managed_move, managed)
@@ -187,16 +193,12 @@ impl<D: Device> State<D> {
         }
         let first = moves[0];
         match then {
-            OnMove::Record | OnMove::Copy => None,
-            OnMove::Eager => Some(Choice::Eager(Reason::InputMoved(first))),
-            OnMove::Skip => {
-                self.places.entry(place).or_default().skip = true;
-                self.skips += 1;
-                Some(Choice::Eager(Reason::InputMoved(first)))
-            }
+            OnMove::Record | OnMove::Copy => Ok(Some(first)),
+            OnMove::Eager => Err(Choice::Eager(Reason::InputMoved(first))),
+            OnMove::Skip => Err(Choice::Skip(Reason::InputMoved(first))),
             OnMove::Error => {
                 let moved = moves.iter().filter_map(|m| f.moved(m)).collect();
-                Some(Choice::Refuse(Error::InputMoved {
+                Err(Choice::Refuse(Error::InputMoved {
                     function: f.name.clone(),
                     moved,
                 }))
@@ -210,12 +212,21 @@ impl<D: Device> State<D> {
             return;
         };
         if mismatch.is_move() {
+            let is_static = self.functions[function].static_move(&mismatch);
             let place = self.places.entry((self.tip(), function)).or_default();
-            match mismatch {
-                Mismatch::StaticMoved { .. } => place.static_moves += 1,
-                _ => place.managed_moves += 1,
+            if is_static {
+                place.static_moves += 1;
+            } else {
+                place.managed_moves += 1;
             }
         }
+    }
+
+    /// The function runs eagerly below the tip from now on.
+    pub(super) fn skip_here(&mut self, function: FunctionKey) {
+        let place = self.places.entry((self.tip(), function)).or_default();
+        self.skips += usize::from(!place.skip);
+        place.skip = true;
     }
 
     fn is_skipped(&self, function: FunctionKey) -> bool {
@@ -361,6 +372,12 @@ impl From<Never> for Reason {
 }
 
 impl<D: Device> FunctionState<D> {
+    /// Whether what moved is the static inputs' concern: one that was declared so, also where it was an output of the path.
+    fn static_move(&self, mismatch: &Mismatch) -> bool {
+        let declared = |input| self.is_static(self.position(input));
+        matches!(mismatch, Mismatch::StaticMoved { .. }) || mismatch.input().is_some_and(declared)
+    }
+
     /// Which input moved, and where it was declared; `None` for what is no move.
     fn moved(&self, mismatch: &Mismatch) -> Option<MovedInput> {
         let (input, recorded, passed) = mismatch.addresses()?;
