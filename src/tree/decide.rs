@@ -61,6 +61,7 @@ impl<D: Device> State<D> {
         }
         let f = &self.functions[function];
         let warm = f.variants[variant].warm;
+        let spent = f.recordings >= f.limits.recordings;
         if let Some(never) = f.variants[variant].never {
             return Choice::Eager(never.into());
         }
@@ -72,7 +73,12 @@ impl<D: Device> State<D> {
             self.carry_path();
         }
         if !warm {
-            return Choice::Warmup(Reason::NotWarm);
+            // A warmup is for a recording to come.
+            return if spent {
+                Choice::Eager(Reason::RecordingLimit)
+            } else {
+                Choice::Warmup(Reason::NotWarm)
+            };
         }
         if self.tip_is_warm() {
             return Choice::Warmup(Reason::BelowWarmup);
