@@ -47,7 +47,7 @@ use inline::Inlined;
 use node::Node;
 use path::Entry;
 use record::Failure;
-use remove::Registry;
+use remove::{Registry, Tidied};
 use replay::Taken;
 
 pub use admit::Mismatch;
@@ -305,15 +305,14 @@ impl<D: Device> GraphTrees<D> {
         self.inner.invalidate(state, key)
     }
 
-    /// What the tree may keep from now on; what is above goes at once, as far as it is not in use.
+    /// What the tree may keep from now on; what is above goes at once, as far as it is not in use (while a closure of the tree is running: when that run ends).
     pub fn set_budget(&self, budget: Budget) {
         let mut state = lock(&self.inner.state);
         state.budget = budget;
-        if state.busy.is_none() {
-            let removed = self.inner.make_room(&mut state, 0);
-            drop(state);
-            drop(removed);
-        }
+        self.inner.untidy.store(true, Ordering::Release);
+        let removed = self.inner.tidy(&mut state);
+        drop(state);
+        self.inner.deliver(removed);
     }
 
     /// Makes runs for these kinds of reasons errors ([`Error::Refused`]), in place of the kinds before: [`ReasonKind::EAGER`] for no fallbacks, with the
@@ -469,7 +468,7 @@ impl<D: Device> Inner<D> {
             return Err(Error::ForeignHandle { what: "step" });
         }
         // Dropped after the lock.
-        let mut removed = None;
+        let mut tidied = Tidied::new(self);
         let mut state = self.enter(function.shared_name())?;
         if state.down {
             return Err(Error::ShutDown);
@@ -478,9 +477,9 @@ impl<D: Device> Inner<D> {
             return self.inline(state, (function, key), stream, args, out, at);
         }
         if self.untidy.load(Ordering::Acquire) {
-            removed = self.tidy(&mut state);
+            tidied.removed = self.tidy(&mut state);
         }
-        let done = self.decided(
+        self.decided(
             state,
             (function, key),
             step,
@@ -489,10 +488,7 @@ impl<D: Device> Inner<D> {
             args,
             out,
             at,
-        );
-        self.tidy_after();
-        self.deliver(removed);
-        done
+        )
     }
 
     /// Chooses what to do, and does it.
@@ -561,10 +557,7 @@ impl<D: Device> Inner<D> {
         if let Choice::Skip(_) = choice {
             state.skip_here(key);
         }
-        state.answered(key, reason);
-        if !state.advice.is_empty() {
-            self.untidy.store(true, Ordering::Release);
-        }
+        self.answered(&mut state, key, reason);
         match choice {
             Choice::Record(_, demoted) => {
                 call.demoted = demoted;

@@ -1,5 +1,7 @@
 //! What is done with a call: one function, one answer, and why.
 
+use std::sync::atomic::Ordering;
+
 use smallvec::SmallVec;
 
 use super::admit::{Mismatch, admit, differences};
@@ -9,7 +11,7 @@ use super::node::OutputSpec;
 use super::path::Entry;
 use super::policy::OnMove;
 use super::reason::{Advice, Reason};
-use super::{FunctionKey, NodeKey, State};
+use super::{FunctionKey, Inner, NodeKey, State};
 use crate::device::Device;
 use crate::error::{Error, MovedInput};
 use crate::storage::{Storage, Tensor};
@@ -345,11 +347,13 @@ impl<D: Device> State<D> {
             .copied()
             .unwrap_or(Mismatch::Held)
     }
+}
 
-    /// Counts an answer, and says once what to do about it.
-    pub(super) fn answered(&mut self, function: FunctionKey, reason: Reason) {
+impl<D: Device> Inner<D> {
+    /// Counts an answer, and says once what to do about it: when the run ends.
+    pub(super) fn answered(&self, state: &mut State<D>, function: FunctionKey, reason: Reason) {
         let kind = reason.kind();
-        let f = &mut self.functions[function];
+        let f = &mut state.functions[function];
         f.reasons[kind as usize] += 1;
         tracing::debug!(function = %f.name, %reason, "not replayed");
         if let Some(what_to_do) = reason.advice()
@@ -358,11 +362,12 @@ impl<D: Device> State<D> {
             f.advised |= kind.bit();
             let text = format!("{} runs eagerly: {reason}; {what_to_do}", f.name);
             tracing::warn!(function = %f.name, "{text}");
-            self.advice.push(Advice {
+            state.advice.push(Advice {
                 function: f.name.to_string(),
                 reason,
                 text,
             });
+            self.untidy.store(true, Ordering::Release);
         }
     }
 }

@@ -32,6 +32,29 @@ impl<D: Device> Removed<D> {
     }
 }
 
+/// Tidies up at a run's end, however the run ends. To be dropped when no lock is held.
+pub(super) struct Tidied<'i, D: Device> {
+    inner: &'i Inner<D>,
+    /// What was removed at the run's begin.
+    pub(super) removed: Option<Removed<D>>,
+}
+
+impl<'i, D: Device> Tidied<'i, D> {
+    pub(super) fn new(inner: &'i Inner<D>) -> Self {
+        Tidied {
+            inner,
+            removed: None,
+        }
+    }
+}
+
+impl<D: Device> Drop for Tidied<'_, D> {
+    fn drop(&mut self) {
+        self.inner.tidy_after();
+        self.inner.deliver(self.removed.take());
+    }
+}
+
 /// Where a function's handle says that it is gone.
 pub(super) trait Registry: Send + Sync {
     fn leave(&self, key: FunctionKey);
@@ -76,6 +99,7 @@ impl<D: Device> Inner<D> {
                     state.forget_places(|_, function| function == key);
                     removed._functions.extend(state.functions.remove(key));
                 }
+                removed._nodes.extend(self.make_room(state, 0));
             }
             Err(error) => {
                 tracing::warn!(%error, "recordings are to go, and what is held of them cannot own its memory yet; tried again at the next run");
@@ -87,7 +111,7 @@ impl<D: Device> Inner<D> {
     }
 
     /// The same at a run's end.
-    pub(super) fn tidy_after(&self) {
+    fn tidy_after(&self) {
         if self.untidy.load(Ordering::Acquire) {
             let removed = {
                 let mut state = lock(&self.state);
