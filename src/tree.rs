@@ -290,7 +290,8 @@ impl<D: Device> GraphTrees<D> {
     }
 
     /// Removes all recordings of a function, with what was recorded below them: their graphs go at once, and the next [`trim`](Allocator::trim) gives back
-    /// what memory only they needed. Outputs that are held stay. The function stays registered, and warms up anew.
+    /// what memory only they needed. Outputs that are held stay. The function stays registered, and warms up anew, also where it turned out to be
+    /// too small or not to be captured.
     ///
     /// # Errors
     /// [`Error::ForeignHandle`]; [`Error::Nested`]; the pool's, with nothing removed.

@@ -6,7 +6,7 @@
 use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 
-use super::function::{Bound, FunctionState};
+use super::function::{Bound, FunctionState, Never};
 use super::node::{InputSpec, Node};
 use super::path::{Entry, Run, Warm};
 use super::reason::Advice;
@@ -148,6 +148,8 @@ impl<D: Device> Inner<D> {
         for variant in &mut f.variants {
             variant.warm = skip_warmup;
             variant.captured();
+            // What its graph was like is not known any more; what the caller chose is.
+            variant.never = variant.never.filter(|never| *never == Never::Unwanted);
         }
         state.forget_places(|_, f| f == function);
         drop(state);
