@@ -310,6 +310,12 @@ impl<D: Device> GraphTrees<D> {
     pub fn set_budget(&self, budget: Budget) {
         let mut state = lock(&self.inner.state);
         state.budget = budget;
+        if state.busy.is_none() && state.is_over_budget(0) {
+            // Runs of which nothing is held are not in use, though the path lists them still.
+            while state.tip_is_dead() {
+                state.cut_tip();
+            }
+        }
         self.inner.untidy.store(true, Ordering::Release);
         let removed = self.inner.tidy(&mut state);
         drop(state);

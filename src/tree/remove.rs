@@ -194,9 +194,7 @@ impl<D: Device> Inner<D> {
     /// Removes recordings until there is room for `more` graphs within the budget.
     pub(super) fn make_room(&self, state: &mut State<D>, more: usize) -> Vec<Node<D>> {
         let mut all = Vec::new();
-        while state.nodes.len() + more > state.budget.graphs
-            || state.graph_bytes > state.budget.graph_bytes
-        {
+        while state.is_over_budget(more) {
             let Some(key) = state.least_recently_used() else {
                 break;
             };
@@ -269,6 +267,11 @@ impl<D: Device> State<D> {
         self.graph_bytes -= node.graph.info.exec_bytes();
         self.counts.removed += 1;
         Some(node)
+    }
+
+    /// Whether there are more graphs, or larger ones, than the budget says, if `more` are made.
+    pub(super) fn is_over_budget(&self, more: usize) -> bool {
+        self.nodes.len() + more > self.budget.graphs || self.graph_bytes > self.budget.graph_bytes
     }
 
     /// Of the recordings with nothing below them that no run of the path or before is of, the one that was used the longest ago.
