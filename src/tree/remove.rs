@@ -166,13 +166,7 @@ impl<D: Device> Inner<D> {
         let on =
             |entry: &Entry<D>| matches!(entry.run, Run::Node { node, .. } if all.contains(&node));
         if state.path.iter().chain(&state.carried).any(on) {
-            let last = state.streams.iter().rev();
-            let stream = last
-                .into_iter()
-                .find(|stream| matches!(self.captures(stream), Ok(false)))
-                .unwrap_or(&self.stream)
-                .clone();
-            self.catch_up(state, &stream)?;
+            self.catch_up_anywhere(state)?;
             state.release_runs(&all);
         }
         let nodes: Vec<Node<D>> = all.iter().filter_map(|key| state.unlink(*key)).collect();
@@ -182,6 +176,29 @@ impl<D: Device> Inner<D> {
         state.forget_places(|parent, _| parent.is_some_and(|key| all.contains(&key)));
         tracing::debug!(nodes = nodes.len(), "recordings removed");
         Ok(nodes)
+    }
+
+    /// Makes the books say what is held, where no run's stream is at hand: on the last of those that runs were called on, after the others.
+    fn catch_up_anywhere(&self, state: &mut State<D>) -> Result<()> {
+        self.hear_of_streams(state);
+        let free = |used: &&D::Stream| matches!(self.captures(used), Ok(false));
+        let streams: Vec<D::Stream> = state.streams.iter().filter(free).cloned().collect();
+        let last = streams.last().unwrap_or(&self.stream).clone();
+        if !state.books_exact {
+            for used in streams.iter().filter(|used| **used != last) {
+                self.follow(used, &last)?;
+            }
+        }
+        self.catch_up(state, &last)?;
+        if !state.streams.contains(&last) {
+            // All of them capture. The next run comes after what was told the device here.
+            state.streams.push(last);
+        }
+        if state.streams.len() > 1 {
+            // As in a run: what is in use on several streams does not die in the order of one.
+            state.all_held().for_each(|storage| storage.hush());
+        }
+        Ok(())
     }
 
     /// Lets go of all that the graphs of a tree that ends have pinned.
