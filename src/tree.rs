@@ -107,6 +107,8 @@ type AdviceHook = Arc<dyn Fn(&Advice) + Send + Sync>;
 
 struct State<D: Device> {
     functions: SlotMap<FunctionKey, FunctionState<D>>,
+    /// How many were registered so far.
+    registered: u32,
     nodes: SlotMap<NodeKey, Node<D>>,
     /// In order of creation.
     roots: Vec<NodeKey>,
@@ -248,7 +250,8 @@ impl<D: Device> GraphTrees<D> {
         if state.down {
             return Err(Error::ShutDown);
         }
-        let number = u32::try_from(state.functions.len()).unwrap_or(u32::MAX);
+        let number = state.registered;
+        state.registered = number.saturating_add(1);
         let function = FunctionState {
             number,
             name: name.clone(),
@@ -612,6 +615,7 @@ impl<D: Device> State<D> {
     fn new() -> Self {
         State {
             functions: SlotMap::with_key(),
+            registered: 0,
             nodes: SlotMap::with_key(),
             roots: Vec::new(),
             path: Vec::new(),
