@@ -453,7 +453,8 @@ impl<D: Device> Storage<D> {
     pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
         let watcher = Arc::downgrade(flag);
         let mut custody = lock(&self.custody);
-        // A tree watches it once, however often it is recorded with it.
+        // A tree watches it once, however often it is recorded with it; functions come and go.
+        custody.watchers.retain(|w| w.strong_count() > 0);
         if !custody.watchers.iter().any(|w| w.ptr_eq(&watcher)) {
             custody.watchers.push(watcher);
         }
