@@ -117,7 +117,12 @@ impl<D: Device> Books<D> {
         born: u64,
         uses: Uses<D>,
     ) {
-        let call = self.routes.call_in(pool);
+        // An eager call draws from the default pool, and so does everybody else: nothing there is the call's to wait for.
+        let call = if pool == self.default {
+            0
+        } else {
+            self.routes.call_in(pool)
+        };
         let of_a_tree = self.pools.get(pool).is_some_and(|e| e.elsewhere.is_some());
         let until = if call != 0 || of_a_tree {
             // What was named before the call began, the call has waited for.
