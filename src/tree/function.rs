@@ -54,8 +54,11 @@ pub(super) struct Settings {
 pub(super) enum Keys {
     All,
     These(Vec<Key>),
-    If(Arc<dyn Fn(&[i64]) -> bool + Send + Sync>),
+    If(Arc<Wanted>),
 }
+
+/// Says of a key whether it is captured.
+type Wanted = dyn Fn(&[i64]) -> bool + Send + Sync;
 
 impl fmt::Debug for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
