@@ -45,13 +45,6 @@ fn graphs(graphs: usize) -> Budget {
     }
 }
 
-/// The functions of the nodes that are there, in order of recording.
-fn nodes<D: Device>(rig: &Rig<D>) -> String {
-    let view = rig.trees.view();
-    let names: Vec<_> = view.nodes.iter().map(|n| n.function.as_str()).collect();
-    names.join(" ")
-}
-
 fn the_one_unused_the_longest_goes<D: Device>(rig: Rig<D>) {
     rig.trees.set_budget(graphs(3));
     let [a, b, c, d] = ["a", "b", "c", "d"].map(|name| root(&rig, name, 1.0));
@@ -64,9 +57,9 @@ fn the_one_unused_the_longest_goes<D: Device>(rig: Rig<D>) {
     assert_eq!([&a, &b, &c].map(run), [Record; 3]);
     assert_eq!([&a, &b].map(run), [Replay; 2]);
     assert_eq!(run(&d), Record);
-    assert_eq!(nodes(&rig), "a b d");
+    assert_eq!(rig.nodes(), "a b d");
     assert_eq!(run(&c), Record, "recorded anew, without a warmup");
-    assert_eq!(nodes(&rig), "b d c");
+    assert_eq!(rig.nodes(), "b d c");
     assert_eq!([&b, &d, &c].map(run), [Replay; 3]);
     let counts = rig.trees.counts();
     assert_eq!((counts.recordings, counts.removed), (5, 2));
@@ -82,7 +75,7 @@ fn a_replay_is_later_than_the_recording_before_it<D: Device>(rig: Rig<D>) {
     for f in [&a, &b, &a, &c] {
         drop(rig.one(f, &rig.trees.step(), &x));
     }
-    assert_eq!(nodes(&rig), "a c");
+    assert_eq!(rig.nodes(), "a c");
     drop(x);
     rig.finish();
 }
@@ -101,13 +94,13 @@ fn leaves_go_before_what_they_are_below<D: Device>(rig: Rig<D>) {
     drop((y, step));
     let run = |f: &Function| drop(rig.one(f, &rig.trees.step(), &x));
     run(&d);
-    assert_eq!(nodes(&rig), "parent child other d");
+    assert_eq!(rig.nodes(), "parent child other d");
     run(&e);
-    assert_eq!(nodes(&rig), "parent other d e");
+    assert_eq!(rig.nodes(), "parent other d e");
     run(&f);
-    assert_eq!(nodes(&rig), "parent d e f", "the parent was used before d");
+    assert_eq!(rig.nodes(), "parent d e f", "the parent was used before d");
     run(&other);
-    assert_eq!(nodes(&rig), "d e f other", "without a child, it is next");
+    assert_eq!(rig.nodes(), "d e f other", "without a child, it is next");
     assert_eq!(rig.trees.descendants(), [0; 4]);
     drop(x);
     rig.finish();
@@ -123,21 +116,21 @@ fn what_is_held_stays<D: Device>(rig: Rig<D>) {
         let out = rig.run(&c, &step, &[&x]);
         assert_eq!(out.reason(), Some(Reason::GraphBudget));
         assert_eq!((out.phase(), rig.read(&out[0])), (Eager, vec![3.0]));
-        assert_eq!(nodes(&rig), "a b", "{round}");
+        assert_eq!(rig.nodes(), "a b", "{round}");
     }
     assert_eq!((rig.read(&y), rig.read(&z)), (vec![3.0], vec![3.0]));
     // Of the tip nothing is held: its recording may go.
     drop(z);
     assert_eq!(rig.phased(&c, &step, &x).0, Record);
-    assert_eq!(nodes(&rig), "a c");
+    assert_eq!(rig.nodes(), "a c");
     // Held by a step that is open, while others run.
     let next = rig.trees.step();
     let (phase, out) = rig.phased(&b, &next, &x);
     assert_eq!((phase, rig.read(&out)), (Record, vec![3.0]));
-    assert_eq!((nodes(&rig).as_str(), rig.read(&y)), ("a b", vec![3.0]));
+    assert_eq!((rig.nodes().as_str(), rig.read(&y)), ("a b", vec![3.0]));
     drop((y, out, step, next));
     drop(rig.one(&c, &rig.trees.step(), &x));
-    assert_eq!(nodes(&rig), "a c");
+    assert_eq!(rig.nodes(), "a c");
     rig.trees.audit().unwrap();
     drop(x);
     rig.finish();
@@ -149,14 +142,14 @@ fn no_graph_at_all<D: Device>(rig: Rig<D>) {
     let x = rig.floats(&[1.0]);
     for (budget, phase) in [(0, Eager), (1, Record), (0, Eager)] {
         rig.trees.set_budget(graphs(budget));
-        assert_eq!(nodes(&rig), "");
+        assert_eq!(rig.nodes(), "");
         for _ in 0..2 {
             let out = rig.run(&f, &rig.trees.step(), &[&x]);
             assert_eq!(rig.read(&out[0]), [3.0]);
             if phase == Eager {
                 assert_eq!(out.reason(), Some(Reason::GraphBudget));
             } else {
-                assert_eq!(nodes(&rig), "f");
+                assert_eq!(rig.nodes(), "f");
             }
         }
     }
@@ -181,7 +174,7 @@ fn one_graph<D: Device>(rig: Rig<D>) {
             for phase in [Record, Replay] {
                 let (p, out) = rig.phased(f, &rig.trees.step(), &x);
                 assert_eq!((p, rig.read(&out)), (phase, vec![value]), "{round}");
-                assert_eq!(nodes(&rig), f.name());
+                assert_eq!(rig.nodes(), f.name());
             }
         }
     }
@@ -191,7 +184,7 @@ fn one_graph<D: Device>(rig: Rig<D>) {
     let out = rig.run(&b, &step, &[&y]);
     assert_eq!(out.reason(), Some(Reason::GraphBudget));
     assert_eq!((rig.read(&y), rig.read(&out[0])), (vec![3.0], vec![8.0]));
-    assert_eq!(nodes(&rig), "a");
+    assert_eq!(rig.nodes(), "a");
     let counts = rig.trees.counts();
     assert_eq!((counts.recordings, counts.removed), (9, 8));
     drop((x, y, out, step));
@@ -213,7 +206,7 @@ fn bytes_of_graphs<D: Device>(rig: Rig<D>) {
     let run = |index: usize| {
         let (phase, out) = rig.phased(&functions[index], &rig.trees.step(), &x);
         assert_eq!(rig.read(&out), [3.0]);
-        (phase, nodes(&rig))
+        (phase, rig.nodes())
     };
     bytes(2 * EACH);
     assert_eq!(run(0), (Record, "a".into()));
@@ -222,7 +215,7 @@ fn bytes_of_graphs<D: Device>(rig: Rig<D>) {
     assert_eq!(run(1), (Replay, "b c".into()));
     assert_eq!(run(3), (Record, "b d".into()));
     bytes(2 * EACH - 1);
-    assert_eq!(nodes(&rig), "d");
+    assert_eq!(rig.nodes(), "d");
     // The latest stays, whatever it takes.
     bytes(0);
     assert_eq!(run(0), (Record, "a".into()));
@@ -242,7 +235,7 @@ fn a_budget_that_shrinks<D: Device>(rig: Rig<D>) {
     }
     drop(rig.one(&functions[0], &rig.trees.step(), &x));
     rig.trees.set_budget(graphs(3));
-    assert_eq!(nodes(&rig), "a d e", "at once");
+    assert_eq!(rig.nodes(), "a d e", "at once");
     assert_eq!(rig.trees.counts().removed, 2);
     // What is in use stays, and goes when there is a reason to look again.
     let step = rig.trees.step();
@@ -250,21 +243,21 @@ fn a_budget_that_shrinks<D: Device>(rig: Rig<D>) {
     for f in &functions[..3] {
         held.push(rig.one(f, &step, &x));
     }
-    assert_eq!(nodes(&rig), "a b c");
+    assert_eq!(rig.nodes(), "a b c");
     rig.trees.set_budget(graphs(1));
-    assert_eq!(nodes(&rig), "a b c");
+    assert_eq!(rig.nodes(), "a b c");
     for out in &held {
         assert_eq!(rig.read(out), [3.0]);
     }
     drop((held, step));
     let step = rig.trees.step();
     let out = rig.one(&functions[4], &step, &x);
-    assert_eq!(nodes(&rig), "e");
+    assert_eq!(rig.nodes(), "e");
     rig.trees.set_budget(graphs(0));
-    assert_eq!((nodes(&rig).as_str(), rig.read(&out)), ("e", vec![3.0]));
+    assert_eq!((rig.nodes().as_str(), rig.read(&out)), ("e", vec![3.0]));
     drop(out);
     rig.trees.set_budget(graphs(0));
-    assert_eq!(nodes(&rig), "");
+    assert_eq!(rig.nodes(), "");
     drop((x, step));
     rig.finish();
 }
@@ -298,11 +291,11 @@ fn a_budget_set_while_a_closure_runs<D: Device>(rig: Rig<D>) {
         Ok(vec![k.apply(rec, inputs.get(0)?, 2.0, 1.0)?])
     });
     drop(rig.one(&sets, &rig.trees.step(), &x));
-    assert_eq!(nodes(&rig), "b sets");
+    assert_eq!(rig.nodes(), "b sets");
     rig.trees.invalidate(&sets).unwrap();
     let (phase, out) = rig.phased(&sets, &rig.trees.step(), &x);
     assert_eq!((phase, rig.read(&out)), (Record, vec![3.0]));
-    assert_eq!(nodes(&rig), "sets");
+    assert_eq!(rig.nodes(), "sets");
     other.join().unwrap();
     drop((x, out));
     rig.finish();
@@ -323,7 +316,7 @@ fn what_was_evicted_gives_its_memory_back<D: Device>(rig: Rig<D>) {
     rig.allocator.trim().unwrap();
     assert_eq!(reserved(), 2 * BYTES as u64, "the graph has the addresses");
     drop(rig.one(&small, &rig.trees.step(), &y));
-    assert_eq!(nodes(&rig), "small");
+    assert_eq!(rig.nodes(), "small");
     rig.allocator.trim().unwrap();
     assert_eq!(reserved(), 2 << 20);
     // Both work on.
