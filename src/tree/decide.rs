@@ -1,5 +1,6 @@
 //! What is done with a call: one function, one answer, and why.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
@@ -56,6 +57,7 @@ impl<D: Device> State<D> {
         variant: usize,
         generation: u64,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Choice {
         self.drop_carried();
         while self.tip_is_exact() && self.tip_is_dead() {
@@ -67,12 +69,13 @@ impl<D: Device> State<D> {
         if let Some(never) = f.variants[variant].never {
             return Choice::Eager(never.into());
         }
-        if let Some(input) = self.mutated_copy(f, args) {
-            return Choice::Eager(Reason::InputMutated(input));
-        }
         if self.tip_is_warm() && warm && self.tip_is_before(generation) {
             // Only warmups follow a warmup; but this is another generation, which need not wait until the warmup's outputs are let go.
             self.carry_path();
+        }
+        // What is carried along is copied in.
+        if let Some(input) = self.mutated_copy(&self.functions[function], args) {
+            return Choice::Eager(Reason::InputMutated(input));
         }
         if !warm {
             // A warmup is for a recording to come.
@@ -89,7 +92,7 @@ impl<D: Device> State<D> {
             if self.skips > 0 && self.is_skipped(function) {
                 return Choice::Eager(Reason::Skipped);
             }
-            if let Some(node) = self.admitted(function, variant, args) {
+            if let Some(node) = self.admitted(function, variant, args, fed) {
                 return Choice::Replay(node);
             }
             if !self.tip_is_dead() {
@@ -98,12 +101,13 @@ impl<D: Device> State<D> {
             self.cut_tip();
         }
         if self.tip_is_before(generation)
-            && let Some(node) = self.admitted_apart(function, variant, args)
+            && !self.mutates_path(function, args)
+            && let Some(node) = self.admitted_apart(function, variant, args, fed)
         {
             self.carry_path();
             return Choice::Replay(node);
         }
-        self.not_admitted(function, variant, args)
+        self.not_admitted(function, variant, args, fed)
     }
 
     /// What to do where nothing that is recorded fits.
@@ -112,15 +116,16 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Choice {
         let siblings = self.siblings(function, variant);
         let mut demoted = Demoted::new();
         let reason = match siblings.last() {
             None => Reason::FirstRecording,
-            Some(last) => match self.on_move(function, &siblings, args, &mut demoted) {
+            Some(last) => match self.on_move(function, &siblings, args, fed, &mut demoted) {
                 Err(choice) => return choice,
                 Ok(Some(moved)) => Reason::Changed(moved),
-                Ok(None) => Reason::Changed(self.mismatch(*last, args)),
+                Ok(None) => Reason::Changed(self.mismatch(*last, args, fed)),
             },
         };
         let f = &mut self.functions[function];
@@ -153,6 +158,16 @@ impl<D: Device> State<D> {
         (0..args.len()).find(written)
     }
 
+    /// Whether the function writes an output of the path, which would be copied in if the path were carried along.
+    fn mutates_path(&self, function: FunctionKey, args: &[Arg<'_, D>]) -> bool {
+        let f = &self.functions[function];
+        !f.mutates.is_empty()
+            && args.iter().enumerate().any(|(index, arg)| {
+                let storage = arg.tensor().and_then(Tensor::storage);
+                f.mutates(f.position(index)) && storage.is_some_and(|s| self.on_path(s))
+            })
+    }
+
     /// Follows the function's policy for inputs that move, where one of the recordings is of the same inputs but for moves: then it is recorded on account of
     /// the first of them, with `demoted` copied, or what the policy says is done instead.
     fn on_move(
@@ -160,10 +175,11 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         siblings: &[NodeKey],
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
         demoted: &mut Demoted,
     ) -> Result<Option<Mismatch>, Choice> {
         let moved = siblings.iter().rev().find_map(|key| {
-            let mut all = self.differences(*key, args);
+            let mut all = self.differences(*key, args, fed);
             // What is held besides goes with what is passed: another output here, another one held.
             all.retain(|mismatch| !mismatch.is_liveness());
             (!all.is_empty() && all.iter().all(Mismatch::is_move)).then_some((*key, all))
@@ -266,9 +282,10 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Option<NodeKey> {
         let fits = |key: &NodeKey| {
-            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key)
+            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key, args, fed)
         };
         match self.path.last() {
             None => self.functions[function].variants[variant]
@@ -294,6 +311,7 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Option<NodeKey> {
         let mut all: Vec<NodeKey> = self
             .nodes
@@ -305,7 +323,10 @@ impl<D: Device> State<D> {
         all.into_iter().find(|key| {
             let node = &self.nodes[*key];
             // The path would be carried along, and so its outputs are copied in like others.
-            self.fits(*key, args, |_| false) && !self.all_held().any(|held| node.overwrites(held))
+            self.fits(*key, args, |_| false)
+                && !self
+                    .all_held()
+                    .any(|held| node.overwrites(held) && !node.spends(held, args, fed))
         })
     }
 
@@ -325,24 +346,37 @@ impl<D: Device> State<D> {
     }
 
     /// Whether a child of the tip would write over something that is held and that its masks do not speak of.
-    fn overwrites_others(&self, key: NodeKey) -> bool {
+    fn overwrites_others(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
+    ) -> bool {
         let node = &self.nodes[key];
-        let over = |entry: &Entry<D>| self.held(entry).any(|held| node.overwrites(held));
+        let over = |entry: &Entry<D>| {
+            self.held(entry)
+                .any(|held| node.overwrites(held) && !node.spends(held, args, fed))
+        };
         self.carried.iter().any(over) || (node.apart && self.path.iter().any(over))
     }
 
     /// All that hinders a recording at the path's end from being replayed.
-    fn differences(&self, key: NodeKey, args: &[Arg<'_, D>]) -> SmallVec<[Mismatch; 4]> {
+    fn differences(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
+    ) -> SmallVec<[Mismatch; 4]> {
         let mut all = differences(&self.nodes[key], args, |s| self.on_path(s));
-        if all.is_empty() && self.overwrites_others(key) {
+        if all.is_empty() && self.overwrites_others(key, args, fed) {
             all.push(Mismatch::Held);
         }
         all
     }
 
     /// The first of it.
-    fn mismatch(&self, key: NodeKey, args: &[Arg<'_, D>]) -> Mismatch {
-        self.differences(key, args)
+    fn mismatch(&self, key: NodeKey, args: &[Arg<'_, D>], fed: &[Arc<Storage<D>>]) -> Mismatch {
+        self.differences(key, args, fed)
             .first()
             .copied()
             .unwrap_or(Mismatch::Held)

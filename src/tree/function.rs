@@ -49,16 +49,16 @@ pub(super) struct Settings {
     pub(super) min_nodes: usize,
 }
 
+/// Says of a key whether it is captured.
+type Wanted = Arc<dyn Fn(&[i64]) -> bool + Send + Sync>;
+
 /// Which keys are captured.
 #[derive(Clone)]
 pub(super) enum Keys {
     All,
     These(Vec<Key>),
-    If(Arc<Wanted>),
+    If(Wanted),
 }
-
-/// Says of a key whether it is captured.
-type Wanted = dyn Fn(&[i64]) -> bool + Send + Sync;
 
 impl fmt::Debug for Keys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -41,6 +41,8 @@ pub(super) struct Node<D: Device> {
     /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
     pub(super) consumed: Box<[Consumed<D>]>,
     pub(super) outputs: Box<[OutputSpec<D>]>,
+    /// Host values that go with them.
+    pub(super) values: Box<[Value]>,
     /// The storages that the graph makes, and how many outputs lie in each.
     pub(super) slots: Box<[(Arc<Storage<D>>, u64)]>,
     /// Which of the slots are held.
@@ -50,8 +52,9 @@ pub(super) struct Node<D: Device> {
     pub(super) checkpoint: Checkpoint,
     /// The outputs of the path that were held then, and their blocks.
     pub(super) saved: Box<[(Arc<Storage<D>>, Allocation)]>,
-    /// Which inputs are copied.
+    /// Which inputs are copied, and where to.
     pub(super) copied: Box<[u32]>,
+    pub(super) copies: Box<[Range<u64>]>,
     /// Whether an output is a bound input, which may die.
     pub(super) returns_bound: bool,
     /// Room for the addresses of the copied inputs.
@@ -160,5 +163,45 @@ impl<D: Device> Node<D> {
             .get(next)
             .is_some_and(|r| r.start < range.end)
             && !self.consumed.iter().any(|c| Arc::ptr_eq(&c.storage, held))
+    }
+
+    /// Whether the graph may write over an input that is held, because its generation has ended and this call copies it in first. Not so where the
+    /// copies themselves would write over it: they are all one piece of work.
+    pub(super) fn spends(
+        &self,
+        held: &Arc<Storage<D>>,
+        args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
+    ) -> bool {
+        fed.iter().any(|f| Arc::ptr_eq(f, held))
+            && self.slots_of(held, args).all(|(slot, from)| {
+                slot.is_some_and(|slot| {
+                    self.copies.iter().enumerate().all(|(other, to)| {
+                        let apart = to.end <= from.start || from.end <= to.start;
+                        // Onto itself, a copy changes nothing.
+                        apart || (other == slot && *to == from)
+                    })
+                })
+            })
+    }
+
+    /// Whether a call's inputs that lie in a storage are all copied in.
+    pub(super) fn only_copies(&self, storage: &Arc<Storage<D>>, args: &[Arg<'_, D>]) -> bool {
+        self.slots_of(storage, args).all(|(slot, _)| slot.is_some())
+    }
+
+    /// A call's inputs that lie in a storage: the number of the copy, if it is copied, and where it lies.
+    fn slots_of<'a>(
+        &'a self,
+        storage: &'a Arc<Storage<D>>,
+        args: &'a [Arg<'_, D>],
+    ) -> impl Iterator<Item = (Option<usize>, Range<u64>)> + 'a {
+        args.iter().enumerate().filter_map(move |(index, arg)| {
+            let tensor = arg.tensor()?;
+            let lies = tensor.storage().is_some_and(|s| Arc::ptr_eq(s, storage));
+            let slot = self.copied.iter().position(|c| *c as usize == index);
+            let start = tensor.address().0;
+            lies.then_some((slot, start..start + tensor.bytes()))
+        })
     }
 }

@@ -24,6 +24,8 @@ pub enum Reason {
     GraphTooSmall,
     /// Eager: the closure said that it does what cannot be captured.
     NotCapturable,
+    /// Eager: the closure did not want the recording kept.
+    Discarded,
     /// Eager: the function has as many recordings as it may have.
     RecordingLimit,
     /// Eager: the function has as many recordings at this place as it may have.
@@ -51,6 +53,7 @@ pub enum ReasonKind {
     KeyNotCaptured,
     GraphTooSmall,
     NotCapturable,
+    Discarded,
     RecordingLimit,
     PlaceLimit,
     GraphBudget,
@@ -61,7 +64,7 @@ pub enum ReasonKind {
 
 impl ReasonKind {
     /// All of them, in order.
-    pub const ALL: [ReasonKind; 14] = [
+    pub const ALL: [ReasonKind; 15] = [
         ReasonKind::NotWarm,
         ReasonKind::BelowWarmup,
         ReasonKind::FirstRecording,
@@ -70,6 +73,7 @@ impl ReasonKind {
         ReasonKind::KeyNotCaptured,
         ReasonKind::GraphTooSmall,
         ReasonKind::NotCapturable,
+        ReasonKind::Discarded,
         ReasonKind::RecordingLimit,
         ReasonKind::PlaceLimit,
         ReasonKind::GraphBudget,
@@ -84,6 +88,7 @@ impl ReasonKind {
         ReasonKind::KeyNotCaptured,
         ReasonKind::GraphTooSmall,
         ReasonKind::NotCapturable,
+        ReasonKind::Discarded,
         ReasonKind::RecordingLimit,
         ReasonKind::PlaceLimit,
         ReasonKind::GraphBudget,
@@ -110,6 +115,7 @@ impl Reason {
             Reason::KeyNotCaptured => ReasonKind::KeyNotCaptured,
             Reason::GraphTooSmall => ReasonKind::GraphTooSmall,
             Reason::NotCapturable => ReasonKind::NotCapturable,
+            Reason::Discarded => ReasonKind::Discarded,
             Reason::RecordingLimit => ReasonKind::RecordingLimit,
             Reason::PlaceLimit => ReasonKind::PlaceLimit,
             Reason::GraphBudget => ReasonKind::GraphBudget,
@@ -145,6 +151,7 @@ impl Reason {
             | Reason::Changed(_)
             | Reason::KeyNotCaptured
             | Reason::GraphTooSmall
+            | Reason::Discarded
             // It was said when the input moved.
             | Reason::Skipped => return None,
         })
@@ -162,6 +169,7 @@ impl fmt::Display for Reason {
             Reason::KeyNotCaptured => f.write_str("the key is not one of those to capture"),
             Reason::GraphTooSmall => f.write_str("its graph was too small"),
             Reason::NotCapturable => f.write_str("it does what cannot be captured"),
+            Reason::Discarded => f.write_str("its closure did not want the recording kept"),
             Reason::RecordingLimit => {
                 f.write_str("the function has all the recordings it may have")
             }
