@@ -456,7 +456,7 @@ impl Program {
             self.held.drain(..6);
         }
         if self.steps.len() > 2 {
-            self.steps.remove(0);
+            drop(self.steps.remove(0));
         }
         self.look(false);
     }
