@@ -526,7 +526,14 @@ impl<D: Device> Storage<D> {
 
     /// Raises `flag` when the storage dies.
     pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
-        lock(&self.custody).watchers.push(Arc::downgrade(flag));
+        let watcher = Arc::downgrade(flag);
+        let mut custody = lock(&self.custody);
+        // A tree watches it once, however often it is recorded with it; functions come and go.
+        custody.watchers.retain(|w| w.strong_count() > 0);
+        if !custody.watchers.iter().any(|w| w.ptr_eq(&watcher)) {
+            custody.watchers.push(watcher);
+        }
+        drop(custody);
         if !self.word.set_watched() {
             flag.store(true, Ordering::Release);
         }

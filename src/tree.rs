@@ -50,7 +50,7 @@ use inline::Inlined;
 use node::Node;
 use path::{Entry, Fed, Intake};
 use record::Failure;
-use remove::Registry;
+use remove::{Registry, Tidied};
 use replay::Taken;
 
 pub use admit::Mismatch;
@@ -111,6 +111,8 @@ type AdviceHook = Arc<dyn Fn(&Advice) + Send + Sync>;
 
 struct State<D: Device> {
     functions: SlotMap<FunctionKey, FunctionState<D>>,
+    /// How many were registered so far.
+    registered: u32,
     nodes: SlotMap<NodeKey, Node<D>>,
     /// In order of creation.
     roots: Vec<NodeKey>,
@@ -250,7 +252,8 @@ impl<D: Device> GraphTrees<D> {
         if state.down {
             return Err(Error::ShutDown);
         }
-        let number = u32::try_from(state.functions.len()).unwrap_or(u32::MAX);
+        let number = state.registered;
+        state.registered = number.saturating_add(1);
         let function = FunctionState {
             number,
             name: name.clone(),
@@ -292,7 +295,8 @@ impl<D: Device> GraphTrees<D> {
     }
 
     /// Removes all recordings of a function, with what was recorded below them: their graphs go at once, and the next [`trim`](Allocator::trim) gives back
-    /// what memory only they needed. Outputs that are held stay. The function stays registered, and warms up anew.
+    /// what memory only they needed. Outputs that are held stay. The function stays registered, and warms up anew, also where it turned out to be
+    /// too small or not to be captured.
     ///
     /// # Errors
     /// [`Error::ForeignHandle`]; [`Error::Nested`]; the pool's, with nothing removed.
@@ -307,15 +311,20 @@ impl<D: Device> GraphTrees<D> {
         self.inner.invalidate(state, key)
     }
 
-    /// What the tree may keep from now on; what is above goes at once, as far as it is not in use.
+    /// What the tree may keep from now on; what is above goes at once, as far as it is not in use (while a closure of the tree is running: when that run ends).
     pub fn set_budget(&self, budget: Budget) {
         let mut state = lock(&self.inner.state);
         state.budget = budget;
-        if state.busy.is_none() {
-            let removed = self.inner.make_room(&mut state, 0);
-            drop(state);
-            drop(removed);
+        if state.busy.is_none() && state.is_over_budget(0) {
+            // Runs of which nothing is held are not in use, though the path lists them still.
+            while state.tip_is_dead() {
+                state.cut_tip();
+            }
         }
+        self.inner.untidy.store(true, Ordering::Release);
+        let removed = self.inner.tidy(&mut state);
+        drop(state);
+        self.inner.deliver(removed);
     }
 
     /// What happens from now on to outputs that are held when their generation ends.
@@ -476,7 +485,7 @@ impl<D: Device> Inner<D> {
             return Err(Error::ForeignHandle { what: "step" });
         }
         // Dropped after the lock.
-        let mut removed = None;
+        let mut tidied = Tidied::new(self);
         let mut state = self.enter(function.shared_name())?;
         if state.down {
             return Err(Error::ShutDown);
@@ -485,9 +494,9 @@ impl<D: Device> Inner<D> {
             return self.inline(state, (function, key), stream, args, out, at);
         }
         if self.untidy.load(Ordering::Acquire) {
-            removed = self.tidy(&mut state);
+            tidied.removed = self.tidy(&mut state);
         }
-        let done = self.decided(
+        self.decided(
             state,
             (function, key),
             step,
@@ -496,12 +505,7 @@ impl<D: Device> Inner<D> {
             args,
             out,
             at,
-        );
-        if removed.is_some() || self.untidy.load(Ordering::Acquire) {
-            self.tidy_after();
-            self.deliver(removed);
-        }
-        done
+        )
     }
 
     /// Chooses what to do, and does it.
@@ -559,44 +563,26 @@ impl<D: Device> Inner<D> {
             fed: &fed,
             at,
         };
+        if let Some(reason) = choice.reason() {
+            if state.refused & reason.kind().bit() != 0 {
+                let function = name.clone();
+                return Err(Error::Refused { function, reason });
+            }
+            if let Choice::Skip(_) = choice {
+                state.skip_here(key);
+            }
+            self.answered(&mut state, key, reason);
+        }
         match choice {
             Choice::Replay(node) => self.replay(state, node, call, &taken, out),
             Choice::Record(reason, demoted) => {
                 call.demoted = &demoted;
-                state = self.answer(state, &call, reason)?;
                 self.record(state, call, reason, out)
             }
-            Choice::Warmup(reason) => {
-                state = self.answer(state, &call, reason)?;
-                self.warmup(state, call, reason, out)
-            }
-            Choice::Eager(reason) => {
-                state = self.answer(state, &call, reason)?;
-                self.eager(state, call, reason, out)
-            }
+            Choice::Warmup(reason) => self.warmup(state, call, reason, out),
+            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out),
             Choice::Refuse(error) => Err(*error),
         }
-    }
-
-    /// Notes why a call is no replay. An error where that is refused.
-    #[cold]
-    fn answer<'s>(
-        &self,
-        mut state: MutexGuard<'s, State<D>>,
-        call: &Call<'_, '_, D>,
-        reason: Reason,
-    ) -> Result<MutexGuard<'s, State<D>>> {
-        if state.refused & reason.kind().bit() != 0 {
-            return Err(Error::Refused {
-                function: call.name.clone(),
-                reason,
-            });
-        }
-        state.answered(call.function, reason);
-        if !state.advice.is_empty() {
-            self.untidy.store(true, Ordering::Release);
-        }
-        Ok(state)
     }
 
     /// Ends the generations whose tokens were dropped; what of them this call copies in.
@@ -669,6 +655,7 @@ impl<D: Device> State<D> {
     fn new() -> Self {
         State {
             functions: SlotMap::with_key(),
+            registered: 0,
             nodes: SlotMap::with_key(),
             roots: Vec::new(),
             path: Vec::new(),

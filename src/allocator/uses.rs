@@ -121,7 +121,12 @@ impl<D: Device> Books<D> {
         born: u64,
         uses: Uses<D>,
     ) {
-        let call = self.routes.call_in(pool);
+        // An eager call draws from the default pool, and so does everybody else: nothing there is the call's to wait for.
+        let call = if pool == self.default {
+            0
+        } else {
+            self.routes.call_in(pool)
+        };
         let of_a_tree = self.pools.get(pool).is_some_and(|e| e.elsewhere.is_some());
         let in_this_call = |used: &Use<D>| call != 0 && used.call == call;
         let until = if of_a_tree {

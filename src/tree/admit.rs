@@ -52,6 +52,11 @@ impl Mismatch {
         self.addresses().is_some()
     }
 
+    /// Whether it is about what is held, not about what is passed.
+    pub(super) fn is_liveness(&self) -> bool {
+        matches!(self, Mismatch::Held | Mismatch::NotGivenUp)
+    }
+
     /// The input it is about.
     #[must_use]
     pub fn input(&self) -> Option<usize> {

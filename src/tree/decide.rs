@@ -1,6 +1,7 @@
 //! What is done with a call: one function, one answer, and why.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
@@ -11,7 +12,7 @@ use super::node::OutputSpec;
 use super::path::Entry;
 use super::policy::OnMove;
 use super::reason::{Advice, Reason};
-use super::{FunctionKey, NodeKey, State};
+use super::{FunctionKey, Inner, NodeKey, State};
 use crate::device::Device;
 use crate::error::{Error, MovedInput};
 use crate::storage::{Storage, Tensor};
@@ -25,7 +26,23 @@ pub(super) enum Choice {
     Record(Reason, Demoted),
     Warmup(Reason),
     Eager(Reason),
+    /// Eager, as every later call of the function at this place.
+    Skip(Reason),
     Refuse(Box<Error>),
+}
+
+impl Choice {
+    /// Why it is no replay; `None` where it is one, and for an error.
+    #[inline]
+    pub(super) fn reason(&self) -> Option<Reason> {
+        match self {
+            Choice::Replay(_) | Choice::Refuse(_) => None,
+            Choice::Record(reason, _)
+            | Choice::Warmup(reason)
+            | Choice::Eager(reason)
+            | Choice::Skip(reason) => Some(*reason),
+        }
+    }
 }
 
 /// A function below one node (or at the root): what it did there on account of inputs that moved.
@@ -62,6 +79,7 @@ impl<D: Device> State<D> {
         }
         let f = &self.functions[function];
         let warm = f.variants[variant].warm;
+        let spent = f.recordings >= f.limits.recordings;
         if let Some(never) = f.variants[variant].never {
             return Choice::Eager(never.into());
         }
@@ -77,7 +95,12 @@ impl<D: Device> State<D> {
             return Choice::Eager(Reason::InputMutated(input));
         }
         if !warm {
-            return Choice::Warmup(Reason::NotWarm);
+            // A warmup is for a recording to come.
+            return if spent {
+                Choice::Eager(Reason::RecordingLimit)
+            } else {
+                Choice::Warmup(Reason::NotWarm)
+            };
         }
         if self.tip_is_warm() {
             return Choice::Warmup(Reason::BelowWarmup);
@@ -116,12 +139,11 @@ impl<D: Device> State<D> {
         let mut demoted = Demoted::new();
         let reason = match siblings.last() {
             None => Reason::FirstRecording,
-            Some(last) => {
-                if let Some(choice) = self.on_move(function, &siblings, args, fed, &mut demoted) {
-                    return choice;
-                }
-                Reason::Changed(self.mismatch(*last, args, fed))
-            }
+            Some(last) => match self.on_move(function, &siblings, args, fed, &mut demoted) {
+                Err(choice) => return choice,
+                Ok(Some(moved)) => Reason::Changed(moved),
+                Ok(None) => Reason::Changed(self.mismatch(*last, args, fed)),
+            },
         };
         let f = &mut self.functions[function];
         if f.variants[variant].pauses() {
@@ -160,19 +182,25 @@ impl<D: Device> State<D> {
             })
     }
 
-    /// Follows the function's policy for inputs that move, where moves are all that hinders one of the recordings. `None`: record, with `demoted` copied.
+    /// Follows the function's policy for inputs that move, where one of the recordings is of the same inputs but for moves: then it is recorded on account of
+    /// the first of them, with `demoted` copied, or what the policy says is done instead.
     fn on_move(
-        &mut self,
+        &self,
         function: FunctionKey,
         siblings: &[NodeKey],
         args: &[Arg<'_, D>],
         fed: &[Arc<Storage<D>>],
         demoted: &mut Demoted,
-    ) -> Option<Choice> {
-        let (sibling, moves) = siblings.iter().rev().find_map(|key| {
-            let all = self.differences(*key, args, fed);
+    ) -> Result<Option<Mismatch>, Choice> {
+        let moved = siblings.iter().rev().find_map(|key| {
+            let mut all = self.differences(*key, args, fed);
+            // What is held besides goes with what is passed: another output here, another one held.
+            all.retain(|mismatch| !mismatch.is_liveness());
             (!all.is_empty() && all.iter().all(Mismatch::is_move)).then_some((*key, all))
-        })?;
+        });
+        let Some((sibling, moves)) = moved else {
+            return Ok(None);
+        };
         let place = (self.tip(), function);
         let (statics, managed) = self
             .places
@@ -181,8 +209,7 @@ impl<D: Device> State<D> {
         let f = &self.functions[function];
         let mut then = OnMove::Record;
         for mismatch in &moves {
-            let is_static = matches!(mismatch, Mismatch::StaticMoved { .. });
-            let (policy, count) = if is_static {
+            let (policy, count) = if f.static_move(mismatch) {
                 (f.on_static_move, statics)
             } else {
                 (f.on_managed_move, managed)
@@ -204,16 +231,12 @@ impl<D: Device> State<D> {
         }
         let first = moves[0];
         match then {
-            OnMove::Record | OnMove::Copy => None,
-            OnMove::Eager => Some(Choice::Eager(Reason::InputMoved(first))),
-            OnMove::Skip => {
-                self.places.entry(place).or_default().skip = true;
-                self.skips += 1;
-                Some(Choice::Eager(Reason::InputMoved(first)))
-            }
+            OnMove::Record | OnMove::Copy => Ok(Some(first)),
+            OnMove::Eager => Err(Choice::Eager(Reason::InputMoved(first))),
+            OnMove::Skip => Err(Choice::Skip(Reason::InputMoved(first))),
             OnMove::Error => {
                 let moved = moves.iter().filter_map(|m| f.moved(m)).collect();
-                Some(Choice::Refuse(Box::new(Error::InputMoved {
+                Err(Choice::Refuse(Box::new(Error::InputMoved {
                     function: f.name.clone(),
                     moved,
                 })))
@@ -227,12 +250,21 @@ impl<D: Device> State<D> {
             return;
         };
         if mismatch.is_move() {
+            let is_static = self.functions[function].static_move(&mismatch);
             let place = self.places.entry((self.tip(), function)).or_default();
-            match mismatch {
-                Mismatch::StaticMoved { .. } => place.static_moves += 1,
-                _ => place.managed_moves += 1,
+            if is_static {
+                place.static_moves += 1;
+            } else {
+                place.managed_moves += 1;
             }
         }
+    }
+
+    /// The function runs eagerly below the tip from now on.
+    pub(super) fn skip_here(&mut self, function: FunctionKey) {
+        let place = self.places.entry((self.tip(), function)).or_default();
+        self.skips += usize::from(!place.skip);
+        place.skip = true;
     }
 
     fn is_skipped(&self, function: FunctionKey) -> bool {
@@ -363,11 +395,13 @@ impl<D: Device> State<D> {
             .copied()
             .unwrap_or(Mismatch::Held)
     }
+}
 
-    /// Counts an answer, and says once what to do about it.
-    pub(super) fn answered(&mut self, function: FunctionKey, reason: Reason) {
+impl<D: Device> Inner<D> {
+    /// Counts an answer, and says once what to do about it: when the run ends.
+    pub(super) fn answered(&self, state: &mut State<D>, function: FunctionKey, reason: Reason) {
         let kind = reason.kind();
-        let f = &mut self.functions[function];
+        let f = &mut state.functions[function];
         f.reasons[kind as usize] += 1;
         tracing::debug!(function = %f.name, %reason, "not replayed");
         if let Some(what_to_do) = reason.advice()
@@ -376,11 +410,12 @@ impl<D: Device> State<D> {
             f.advised |= kind.bit();
             let text = format!("{} runs eagerly: {reason}; {what_to_do}", f.name);
             tracing::warn!(function = %f.name, "{text}");
-            self.advice.push(Advice {
+            state.advice.push(Advice {
                 function: f.name.to_string(),
                 reason,
                 text,
             });
+            self.untidy.store(true, Ordering::Release);
         }
     }
 }
@@ -396,6 +431,12 @@ impl From<Never> for Reason {
 }
 
 impl<D: Device> FunctionState<D> {
+    /// Whether what moved is the static inputs' concern: one that was declared so, also where it was an output of the path.
+    fn static_move(&self, mismatch: &Mismatch) -> bool {
+        let declared = |input| self.is_static(self.position(input));
+        matches!(mismatch, Mismatch::StaticMoved { .. }) || mismatch.input().is_some_and(declared)
+    }
+
     /// Which input moved, and where it was declared; `None` for what is no move.
     fn moved(&self, mismatch: &Mismatch) -> Option<MovedInput> {
         let (input, recorded, passed) = mismatch.addresses()?;

@@ -125,14 +125,18 @@ pub(super) struct DeadBits {
 /// An ancestor's output that died during the recording.
 pub(super) struct Consumed<D: Device> {
     pub(super) storage: Arc<Storage<D>>,
-    /// The passed inputs that lie in it.
+    /// The passed inputs that lie in it; and those that are copied in from wherever they lie, which may be there.
     pub(super) inputs: SmallVec<[usize; 2]>,
 }
 
 impl<D: Device> Consumed<D> {
     /// How many handles on it a call gives up.
     pub(super) fn given(&self, args: &[Arg<'_, D>]) -> u64 {
-        self.inputs.iter().filter(|i| args[**i].is_given()).count() as u64
+        let given = |i: &&usize| {
+            let storage = args[**i].tensor().and_then(Tensor::storage);
+            args[**i].is_given() && storage.is_some_and(|s| Arc::ptr_eq(s, &self.storage))
+        };
+        self.inputs.iter().filter(given).count() as u64
     }
 }
 

@@ -142,7 +142,7 @@ impl Reason {
             Reason::InputMutated(_) => {
                 "declare the input static and pass it at one address, or return the new value as an output"
             }
-            Reason::InputMoved(_) | Reason::Skipped => {
+            Reason::InputMoved(_) => {
                 "keep the input at one address, or let it be copied (OnMove::Copy)"
             }
             Reason::NotWarm
@@ -151,7 +151,9 @@ impl Reason {
             | Reason::Changed(_)
             | Reason::KeyNotCaptured
             | Reason::GraphTooSmall
-            | Reason::Discarded => return None,
+            | Reason::Discarded
+            // It was said when the input moved.
+            | Reason::Skipped => return None,
         })
     }
 }

@@ -121,17 +121,13 @@ impl<D: Device> Inner<D> {
             }
             Err(Undone::Call(error)) => Err(error),
             Err(Undone::Discarded) => {
-                drop((entered, held, evicted));
-                let reason = Reason::Discarded;
-                state.answered(call.function, reason);
-                self.eager(state, call, reason, out)
+                drop((entered, held));
+                self.fall_back(state, call, reason, Reason::Discarded, out)
             }
             Err(Undone::Never(never)) => {
                 state.functions[call.function].variants[call.variant].never = Some(never);
-                drop((entered, held, evicted));
-                let reason = Reason::from(never);
-                state.answered(call.function, reason);
-                self.eager(state, call, reason, out)
+                drop((entered, held));
+                self.fall_back(state, call, reason, never.into(), out)
             }
             Err(Undone::Panic(panic, broken)) => {
                 if let Some(broken) = broken {
@@ -145,12 +141,29 @@ impl<D: Device> Inner<D> {
                 state.counts.failed_captures += 1;
                 state.functions[call.function].variants[call.variant].capture_failed();
                 state.last_failure = Some(failure);
-                drop((entered, held, evicted));
-                let reason = Reason::CaptureFailed;
-                state.answered(call.function, reason);
-                self.eager(state, call, reason, out)
+                drop((entered, held));
+                self.fall_back(state, call, reason, Reason::CaptureFailed, out)
             }
         }
+    }
+
+    /// Answers a call eagerly that was to be recorded on account of `recorded`, unless the reason why it is not is refused.
+    fn fall_back<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        call: Call<'_, '_, D>,
+        recorded: Reason,
+        reason: Reason,
+        out: &mut Outputs<D>,
+    ) -> Result<()> {
+        // One reason for each run.
+        state.functions[call.function].reasons[recorded.kind() as usize] -= 1;
+        if state.refused & reason.kind().bit() != 0 {
+            let function = call.name.clone();
+            return Err(Error::Refused { function, reason });
+        }
+        self.answered(&mut state, call.function, reason);
+        self.eager(state, call, reason, out)
     }
 
     /// Captures, instantiates and launches; undoes everything on any error.
@@ -432,8 +445,18 @@ impl<D: Device> Inner<D> {
                 while died != 0 {
                     let storage = state.slot(entry, word * 64 + died.trailing_zeros() as usize);
                     died &= died - 1;
+                    let mut inputs = given_in(&given, storage);
+                    let demoted = |spec: &InputSpec<D>| {
+                        matches!(spec, InputSpec::Copied { demoted: true, .. })
+                    };
+                    inputs.extend(
+                        (0..)
+                            .zip(&placed.specs)
+                            .filter(|(_, s)| demoted(s))
+                            .map(|(i, _)| i),
+                    );
                     consumed.push(Consumed {
-                        inputs: given_in(&given, storage),
+                        inputs,
                         storage: storage.clone(),
                     });
                 }

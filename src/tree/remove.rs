@@ -6,7 +6,7 @@
 use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 
-use super::function::{Bound, FunctionState};
+use super::function::{Bound, FunctionState, Never};
 use super::node::{InputSpec, Node};
 use super::path::{Entry, Run, Warm};
 use super::reason::Advice;
@@ -28,6 +28,34 @@ impl<D: Device> Removed<D> {
             _nodes: Vec::new(),
             _functions: Vec::new(),
             advice: Vec::new(),
+        }
+    }
+}
+
+/// Tidies up at a run's end, however the run ends. To be dropped when no lock is held.
+pub(super) struct Tidied<'i, D: Device> {
+    inner: &'i Inner<D>,
+    /// What was removed at the run's begin.
+    pub(super) removed: Option<Removed<D>>,
+}
+
+impl<'i, D: Device> Tidied<'i, D> {
+    pub(super) fn new(inner: &'i Inner<D>) -> Self {
+        Tidied {
+            inner,
+            removed: None,
+        }
+    }
+}
+
+impl<D: Device> Drop for Tidied<'_, D> {
+    #[inline]
+    fn drop(&mut self) {
+        if self.inner.untidy.load(Ordering::Acquire) {
+            self.inner.tidy_after();
+        }
+        if self.removed.is_some() {
+            self.inner.deliver(self.removed.take());
         }
     }
 }
@@ -76,6 +104,7 @@ impl<D: Device> Inner<D> {
                     state.forget_places(|_, function| function == key);
                     removed._functions.extend(state.functions.remove(key));
                 }
+                removed._nodes.extend(self.make_room(state, 0));
             }
             Err(error) => {
                 tracing::warn!(%error, "recordings are to go, and what is held of them cannot own its memory yet; tried again at the next run");
@@ -88,7 +117,7 @@ impl<D: Device> Inner<D> {
 
     /// The same at a run's end.
     #[cold]
-    pub(super) fn tidy_after(&self) {
+    fn tidy_after(&self) {
         let removed = {
             let mut state = lock(&self.state);
             self.tidy(&mut state)
@@ -123,6 +152,8 @@ impl<D: Device> Inner<D> {
         for variant in &mut f.variants {
             variant.warm = skip_warmup;
             variant.captured();
+            // What its graph was like is not known any more; what the caller chose is.
+            variant.never = variant.never.filter(|never| *never == Never::Unwanted);
         }
         state.forget_places(|_, f| f == function);
         drop(state);
@@ -139,13 +170,7 @@ impl<D: Device> Inner<D> {
         let on =
             |entry: &Entry<D>| matches!(entry.run, Run::Node { node, .. } if all.contains(&node));
         if state.path.iter().chain(&state.carried).any(on) {
-            let last = state.streams.iter().rev();
-            let stream = last
-                .into_iter()
-                .find(|stream| matches!(self.captures(stream), Ok(false)))
-                .unwrap_or(&self.stream)
-                .clone();
-            self.catch_up(state, &stream)?;
+            self.catch_up_anywhere(state)?;
             state.release_runs(&all);
         }
         let nodes: Vec<Node<D>> = all.iter().filter_map(|key| state.unlink(*key)).collect();
@@ -155,6 +180,29 @@ impl<D: Device> Inner<D> {
         state.forget_places(|parent, _| parent.is_some_and(|key| all.contains(&key)));
         tracing::debug!(nodes = nodes.len(), "recordings removed");
         Ok(nodes)
+    }
+
+    /// Makes the books say what is held, where no run's stream is at hand: on the last of those that runs were called on, after the others.
+    fn catch_up_anywhere(&self, state: &mut State<D>) -> Result<()> {
+        self.hear_of_streams(state);
+        let free = |used: &&D::Stream| matches!(self.captures(used), Ok(false));
+        let streams: Vec<D::Stream> = state.streams.iter().filter(free).cloned().collect();
+        let last = streams.last().unwrap_or(&self.stream).clone();
+        if !state.books_exact {
+            for used in streams.iter().filter(|used| **used != last) {
+                self.follow(used, &last)?;
+            }
+        }
+        self.catch_up(state, &last)?;
+        if !state.streams.contains(&last) {
+            // All of them capture. The next run comes after what was told the device here.
+            state.streams.push(last);
+        }
+        if state.streams.len() > 1 {
+            // As in a run: what is in use on several streams does not die in the order of one.
+            state.all_held().for_each(|storage| storage.hush());
+        }
+        Ok(())
     }
 
     /// Lets go of all that the graphs of a tree that ends have pinned.
@@ -167,9 +215,7 @@ impl<D: Device> Inner<D> {
     /// Removes recordings until there is room for `more` graphs within the budget.
     pub(super) fn make_room(&self, state: &mut State<D>, more: usize) -> Vec<Node<D>> {
         let mut all = Vec::new();
-        while state.nodes.len() + more > state.budget.graphs
-            || state.graph_bytes > state.budget.graph_bytes
-        {
+        while state.is_over_budget(more) {
             let Some(key) = state.least_recently_used() else {
                 break;
             };
@@ -242,6 +288,11 @@ impl<D: Device> State<D> {
         self.graph_bytes -= node.graph.info.exec_bytes();
         self.counts.removed += 1;
         Some(node)
+    }
+
+    /// Whether there are more graphs, or larger ones, than the budget says, if `more` are made.
+    pub(super) fn is_over_budget(&self, more: usize) -> bool {
+        self.nodes.len() + more > self.budget.graphs || self.graph_bytes > self.budget.graph_bytes
     }
 
     /// Of the recordings with nothing below them that no run of the path or before is of, the one that was used the longest ago.

@@ -73,7 +73,7 @@ impl<D: Device> Inner<D> {
         }
         trace!(node = node.id.0, "replay");
         state.use_stream(call.stream);
-        let used = state.counts.uses();
+        let used = state.counts.uses() + 1;
         let node = &mut state.nodes[key];
 
         for (consumed, word) in node.consumed.iter().zip(taken) {

@@ -10,8 +10,8 @@ use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::kernels::KernelSet;
 use cudagraph_trees::pool::{Backing, BackingError, PoolSnapshot, StreamId};
 use cudagraph_trees::{
-    Allocator, Arg, BodyResult, Capture, Function, FunctionSpec, GraphTrees, Inputs, Outputs,
-    Phase, Recorder, Result, Step, Tensor, give, lend,
+    Advice, Allocator, Arg, BodyResult, Capture, Function, FunctionSpec, GraphTrees, Inputs,
+    Outputs, Phase, ReasonKind, Recorder, Result, Step, Tensor, give, lend,
 };
 
 /// A device with everything that stands on it.
@@ -145,6 +145,22 @@ impl<D: Device> Rig<D> {
         (outputs.phase(), outputs.only().unwrap())
     }
 
+    /// The advice that the tree gives from now on.
+    pub fn advice(&self) -> Said {
+        let said = Said::default();
+        let hears = said.clone();
+        let hook = move |advice: &Advice| hears.lock().unwrap().push(advice.clone());
+        self.trees.on_advice(hook);
+        said
+    }
+
+    /// The functions of the nodes that are there, in order of recording.
+    pub fn nodes(&self) -> String {
+        let view = self.trees.view();
+        let names: Vec<_> = view.nodes.iter().map(|n| n.function.as_str()).collect();
+        names.join(" ")
+    }
+
     /// The layout of the tree's pool.
     pub fn layout(&self) -> String {
         layout(&self.trees.pool_snapshot())
@@ -230,6 +246,17 @@ impl<D: Device> Rig<D> {
         );
         drop(kernels);
     }
+}
+
+/// Advice that was given.
+pub type Said = Arc<Mutex<Vec<Advice>>>;
+
+/// To whom it was given, and for what kind of reason.
+pub fn kinds(said: &Said) -> Vec<(String, ReasonKind)> {
+    let said = said.lock().unwrap();
+    said.iter()
+        .map(|a| (a.function.clone(), a.reason.kind()))
+        .collect()
 }
 
 /// The kernels, for closures.
