@@ -3,7 +3,6 @@
 //! A node goes with all that was recorded below it. What is held of its outputs owns its memory from then on, as after a warmup. What is removed is handed
 //! back to the caller, who drops it when no lock is held: closures and values are the user's, and may do anything in their drop.
 
-use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 
 use super::function::{Bound, FunctionState};
@@ -13,7 +12,7 @@ use super::reason::Advice;
 use super::{FunctionKey, Inner, NodeKey, State};
 use crate::device::Device;
 use crate::error::Result;
-use crate::sync::lock;
+use crate::sync::{MutexGuard, lock};
 
 /// What was removed, to be dropped without a lock.
 pub(super) struct Removed<D: Device> {
