@@ -21,7 +21,7 @@ use crate::allocator::{Memory, Uses};
 use crate::device::{Device, DevicePtr};
 use crate::error::{Made, Stale};
 use crate::pool::Allocation;
-use crate::sync::{AtomicBool, AtomicU64, Mutex, OnceLock, lock};
+use crate::sync::{AtomicBool, AtomicU64, Mutex, OnceLock, lock, raise};
 
 pub use tensor::{Tensor, WeakTensor};
 use word::{Release, Word};
@@ -324,7 +324,7 @@ impl<D: Device> Storage<D> {
         };
         for watcher in watchers {
             if let Some(flag) = watcher.upgrade() {
-                flag.store(true, Ordering::Release);
+                raise(&flag);
             }
         }
         if let (Some(block), Source::Pool(memory)) = (block, &self.source) {
@@ -456,7 +456,7 @@ impl<D: Device> Storage<D> {
     pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
         lock(&self.custody).watchers.push(Arc::downgrade(flag));
         if !self.word.set_watched() {
-            flag.store(true, Ordering::Release);
+            raise(flag);
         }
     }
 

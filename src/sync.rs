@@ -22,6 +22,7 @@ pub(crate) use loom::{
 pub(crate) use once::OnceLock;
 
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 
 /// Takes the lock, whether or not a thread panicked while it held it: nothing here is left half done by a panic,
 /// since no caller's code runs under a lock.
@@ -35,7 +36,18 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs a model in every order of its threads that has no more preemptions than `LOOM_MAX_PREEMPTIONS` says (all, where that is not set).
+/// Raises a flag that several threads raise and one lowers. By an exchange, as [`lower`]: so whoever lowers it has seen what came before each raise, and
+/// covers none that it has not seen.
+pub(crate) fn raise(flag: &AtomicBool) {
+    flag.swap(true, Ordering::AcqRel);
+}
+
+/// Lowers a flag, before the look for what it was raised for.
+pub(crate) fn lower(flag: &AtomicBool) {
+    flag.swap(false, Ordering::AcqRel);
+}
+
+/// Runs a model in every order of its threads with at most `LOOM_MAX_PREEMPTIONS` preemptions; in every order, where that is not set.
 #[cfg(all(test, loom))]
 pub(crate) fn model(f: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();

@@ -12,6 +12,8 @@ mod eager;
 mod function;
 mod generation;
 mod inline;
+#[cfg(all(test, loom))]
+mod models;
 mod node;
 mod outputs;
 mod path;
@@ -38,7 +40,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
 use crate::sync::thread::{self, ThreadId};
-use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock};
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock, raise};
 use call::{Call, inputs_error};
 use decide::{Choice, Demoted, Place};
 use function::{Bound, FunctionState};
@@ -557,7 +559,7 @@ impl<D: Device> Inner<D> {
         }
         state.answered(key, reason);
         if !state.advice.is_empty() {
-            self.untidy.store(true, Ordering::Release);
+            raise(&self.untidy);
         }
         match choice {
             Choice::Record(_, demoted) => {
