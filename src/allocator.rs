@@ -99,6 +99,15 @@ pub(crate) struct Memory<D: Device> {
     pool: PoolKey,
 }
 
+impl<D: Device> Clone for Memory<D> {
+    fn clone(&self) -> Self {
+        Memory {
+            shared: self.shared.clone(),
+            pool: self.pool,
+        }
+    }
+}
+
 impl<D: Device> Memory<D> {
     #[cfg(feature = "cuda-any")]
     pub(crate) fn device(&self) -> &D {
@@ -422,6 +431,10 @@ impl<D: Device> Allocator<D> {
             key,
             id,
         })
+    }
+
+    pub(crate) fn next_storage(&self) -> StorageId {
+        self.shared.next_storage()
     }
 
     /// A handle on the default pool, for runs outside of a tree's.

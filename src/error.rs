@@ -186,6 +186,13 @@ pub enum Error {
         reason: crate::tree::Reason,
     },
 
+    /// A closure came, while it was recorded, to something that [`Recorder::not_capturable`](crate::Recorder::not_capturable) names. The call is answered eagerly.
+    #[error("{what} cannot be captured")]
+    NotCapturable {
+        /// What.
+        what: String,
+    },
+
     /// The tree was shut down.
     #[error("the tree was shut down: its graphs are gone; make a new one")]
     ShutDown,

@@ -65,7 +65,8 @@ pub use storage::{StorageId, Tensor, WeakTensor};
 pub use tree::{
     Advice, Arg, BodyResult, Budget, Counts, Function, FunctionReport, FunctionSpec, FunctionView,
     GraphTrees, HeldView, InputView, Inputs, Mismatch, MovePolicy, NodeId, NodeView, OnMove,
-    OutputView, Outputs, Reason, ReasonKind, Recorder, Step, TreeView, Value, give, lend,
+    OnOverwrite, OutputView, Outputs, Prepare, Prepared, Reason, ReasonKind, Recorder, Step,
+    TreeView, Value, give, lend,
 };
 
 #[cfg(doctest)]

@@ -17,7 +17,7 @@ use std::panic::Location;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
-use crate::allocator::{Memory, Uses};
+use crate::allocator::{Memory, PoolHandle, Uses};
 use crate::device::{Device, DevicePtr};
 use crate::error::{Made, Stale};
 use crate::pool::Allocation;
@@ -116,6 +116,8 @@ struct Custody<D: Device> {
     born: u64,
     /// The streams it is used on besides.
     uses: Uses<D>,
+    /// Where it moved out to: what keeps that memory.
+    refuge: Option<Tensor<D>>,
     /// Flags to raise at its death.
     watchers: Vec<Weak<AtomicBool>>,
     /// Who ended its last generations, the latest first.
@@ -146,7 +148,8 @@ pub(crate) struct Birth<D: Device> {
 /// A place in device memory: address, length, identity. It never moves.
 pub(crate) struct Storage<D: Device> {
     id: StorageId,
-    ptr: DevicePtr,
+    /// Where it lies. Written once more at most, when it [moves out](Storage::move_out).
+    ptr: AtomicU64,
     bytes: u64,
     /// Length of the block it has, or had, in the pool; `bytes` where it never had one.
     extent: u64,
@@ -155,6 +158,8 @@ pub(crate) struct Storage<D: Device> {
     eternal: bool,
     made_at: &'static Location<'static>,
     home: OnceLock<Home>,
+    /// It lies outside of the tree's pool now, and is no node's any more.
+    moved: AtomicBool,
     custody: Mutex<Custody<D>>,
     source: Source<D>,
 }
@@ -171,18 +176,20 @@ impl<D: Device> Storage<D> {
     ) -> Arc<Self> {
         Arc::new(Storage {
             id,
-            ptr: DevicePtr(block.address()),
+            ptr: AtomicU64::new(block.address()),
             bytes,
             extent: block.bytes(),
             word: Word::new(true, 1),
             eternal,
             made_at: birth.at,
             home: OnceLock::new(),
+            moved: AtomicBool::new(false),
             custody: Mutex::new(Custody {
                 block: Some(block),
                 stream: Some(birth.stream),
                 born: birth.capture,
                 uses: Uses::new(),
+                refuge: None,
                 watchers: Vec::new(),
                 taken: Default::default(),
             }),
@@ -200,18 +207,20 @@ impl<D: Device> Storage<D> {
     ) -> Arc<Self> {
         Arc::new(Storage {
             id,
-            ptr,
+            ptr: AtomicU64::new(ptr.0),
             bytes,
             extent: bytes,
             word: Word::new(false, 1),
             eternal: true,
             made_at,
             home: OnceLock::new(),
+            moved: AtomicBool::new(false),
             custody: Mutex::new(Custody {
                 block: None,
                 stream: None,
                 born: 0,
                 uses: Uses::new(),
+                refuge: None,
                 watchers: Vec::new(),
                 taken: Default::default(),
             }),
@@ -221,10 +230,16 @@ impl<D: Device> Storage<D> {
 
     /// The addresses that its block takes in the pool.
     pub(crate) fn range(&self) -> Range<u64> {
-        self.ptr.0..self.ptr.0 + self.extent
+        let start = self.ptr().0;
+        start..start + self.extent
     }
 
     pub(crate) fn is_eternal(&self) -> bool {
+        self.eternal || self.moved.load(Ordering::Acquire)
+    }
+
+    /// Whether its handles may know it by its address.
+    pub(crate) fn never_moves(&self) -> bool {
         self.eternal
     }
 
@@ -233,7 +248,7 @@ impl<D: Device> Storage<D> {
     }
 
     pub(crate) fn ptr(&self) -> DevicePtr {
-        self.ptr
+        DevicePtr(self.ptr.load(Ordering::Acquire))
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -254,10 +269,17 @@ impl<D: Device> Storage<D> {
     }
 
     pub(crate) fn home(&self) -> Option<&Home> {
-        self.home.get()
+        self.home
+            .get()
+            .filter(|_| !self.moved.load(Ordering::Acquire))
     }
 
-    /// The pool it lies in, if it lies in one.
+    /// Whether it lies in this pool.
+    pub(crate) fn in_pool(&self, pool: &PoolHandle<D>) -> bool {
+        !self.moved.load(Ordering::Acquire) && self.memory().is_some_and(|m| m.in_pool(pool))
+    }
+
+    /// The pool it was made in, if it was in one.
     pub(crate) fn memory(&self) -> Option<&Memory<D>> {
         match &self.source {
             Source::Pool(memory) => Some(memory),
@@ -297,7 +319,7 @@ impl<D: Device> Storage<D> {
                 if owning || watched {
                     self.give_back(watched);
                 }
-                if let Some(home) = self.home.get() {
+                if let Some(home) = self.home() {
                     home.live.clear(home.bit);
                 }
                 self.word.settle_dead();
@@ -307,7 +329,7 @@ impl<D: Device> Storage<D> {
 
     /// Frees the block it owns, if any, and tells whoever watches.
     fn give_back(&self, watched: bool) {
-        let (block, stream, born, uses, watchers) = {
+        let (block, stream, born, uses, watchers, _refuge) = {
             let mut custody = lock(&self.custody);
             let watchers = if watched {
                 std::mem::take(&mut custody.watchers)
@@ -320,6 +342,7 @@ impl<D: Device> Storage<D> {
                 custody.born,
                 std::mem::take(&mut custody.uses),
                 watchers,
+                custody.refuge.take(),
             )
         };
         for watcher in watchers {
@@ -347,7 +370,7 @@ impl<D: Device> Storage<D> {
             taken[0] = Some((self.word.stamp(), by.clone(), at));
         }
         if let Some((owning, watched)) = self.word.invalidate() {
-            if let Some(home) = self.home.get() {
+            if let Some(home) = self.home() {
                 home.live.clear(home.bit);
             }
             if owning || watched {
@@ -373,7 +396,7 @@ impl<D: Device> Storage<D> {
         if owning || watched {
             self.give_back(watched);
         }
-        if let Some(home) = self.home.get() {
+        if let Some(home) = self.home() {
             home.live.clear(home.bit);
         }
         self.word.end(taken);
@@ -409,11 +432,58 @@ impl<D: Device> Storage<D> {
         old
     }
 
+    /// Takes its block from it, while it is held: for one that is to be overwritten by the call that reads it.
+    pub(crate) fn disown(&self) -> Option<Allocation> {
+        lock(&self.custody).block.take()
+    }
+
+    /// Moves its bytes' identity out of the tree: from here on it lies in `refuge`, where its bytes were copied, with all its handles; its generation does not end.
+    /// Whoever had it as an output has another storage in its place (see [`replacement`](Storage::replacement)). The block it owned, if any.
+    pub(crate) fn move_out(&self, refuge: Tensor<D>, stream: &D::Stream) -> Option<Allocation> {
+        let home = self.home.get();
+        let block = {
+            let mut custody = lock(&self.custody);
+            self.ptr.store(refuge.address().0, Ordering::Release);
+            custody.refuge = Some(refuge);
+            custody.stream = Some(stream.clone());
+            (custody.born, custody.uses) = (0, Uses::new());
+            custody.block.take()
+        };
+        // A death that is underway is done before the word can be set, and one that begins later sees this.
+        self.moved.store(true, Ordering::Release);
+        if !self.word.set_owning() {
+            self.give_back(false);
+        }
+        if let Some(home) = home {
+            home.live.clear(home.bit);
+        }
+        block
+    }
+
+    /// A storage for the same output at the same place, which nobody holds. Before the move.
+    pub(crate) fn replacement(&self, id: StorageId) -> Option<Arc<Self>> {
+        let (Source::Pool(memory), Some(home)) = (&self.source, self.home.get()) else {
+            return None;
+        };
+        let place = DevicePtr(self.range().start);
+        let source = Source::Pool(memory.clone());
+        let mut new = Storage::unowned(id, place, self.bytes, source, self.made_at);
+        let storage = Arc::get_mut(&mut new)?;
+        (storage.extent, storage.eternal, storage.word) = (self.extent, false, Word::new(false, 0));
+        storage.home = OnceLock::from(Home {
+            function: home.function.clone(),
+            output: home.output,
+            live: home.live.clone(),
+            bit: home.bit,
+        });
+        Some(new)
+    }
+
     /// Brings back a storage that died inside a capture which is now undone: one owner, the same generation.
     /// Returns the stamp of the handle to make, or `None` if it is held after all.
     pub(crate) fn resurrect(&self) -> Option<u64> {
         let stamp = self.word.resurrect()?;
-        if let Some(home) = self.home.get() {
+        if let Some(home) = self.home() {
             home.live.set(home.bit);
         }
         Some(stamp)
@@ -441,6 +511,11 @@ impl<D: Device> Storage<D> {
         let Source::Pool(memory) = &self.source else {
             return;
         };
+        if let Some(refuge) = &lock(&self.custody).refuge {
+            // The memory it has now is the refuge's to give back.
+            let _current = refuge.record_stream(stream);
+            return;
+        }
         let noted = memory.note_use(stream);
         let mut custody = lock(&self.custody);
         custody.uses.retain(|used| !used.is_on(stream));
@@ -469,7 +544,7 @@ impl<D: Device> Storage<D> {
             None => (None, None),
         };
         drop(custody);
-        let made = match self.home.get() {
+        let made = match self.home() {
             Some(home) => Made::Output {
                 function: home.function.clone(),
                 output: home.output,

@@ -1,7 +1,7 @@
 //! Locks, atomics and threads, and the one way this crate takes a lock.
 //!
 //! They are the standard ones. With `--cfg loom` they are loom's, which runs a model of a few threads in every order that the memory model allows; the
-//! models are the files `models.rs` beside what they are of. A device keeps locks of its own, which are taken last and with nothing of ours inside.
+//! models are the files `models.rs` beside what they are of. Some small locks are the standard ones always: nothing of ours happens under them.
 
 #[cfg(not(loom))]
 pub(crate) use std::{
@@ -74,6 +74,13 @@ mod once {
             OnceLock {
                 set: AtomicBool::new(false),
                 value: std::sync::OnceLock::new(),
+            }
+        }
+
+        pub(crate) fn from(value: T) -> Self {
+            OnceLock {
+                set: AtomicBool::new(true),
+                value: std::sync::OnceLock::from(value),
             }
         }
 

@@ -12,12 +12,14 @@ mod eager;
 mod function;
 mod generation;
 mod inline;
+mod keep;
 #[cfg(all(test, loom))]
 mod models;
 mod node;
 mod outputs;
 mod path;
 mod policy;
+mod prepare;
 mod reason;
 mod record;
 mod recorder;
@@ -39,6 +41,7 @@ use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
+use crate::storage::Storage;
 use crate::sync::thread::{self, ThreadId};
 use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock, raise};
 use call::{Call, inputs_error};
@@ -47,7 +50,7 @@ use function::{Bound, FunctionState};
 use generation::Generations;
 use inline::Inlined;
 use node::Node;
-use path::Entry;
+use path::{Entry, Fed, Intake};
 use record::Failure;
 use remove::Registry;
 use replay::Taken;
@@ -58,7 +61,8 @@ pub use function::{Function, FunctionSpec};
 pub use generation::Step;
 pub use node::NodeId;
 pub use outputs::Outputs;
-pub use policy::{Budget, MovePolicy, OnMove};
+pub use policy::{Budget, MovePolicy, OnMove, OnOverwrite};
+pub use prepare::{Prepare, Prepared};
 pub use reason::{Advice, FunctionReport, Reason, ReasonKind};
 pub use recorder::Recorder;
 pub use view::{Counts, FunctionView, HeldView, InputView, NodeView, OutputView, TreeView};
@@ -131,6 +135,7 @@ struct State<D: Device> {
     /// How many of these are skipped.
     skips: usize,
     budget: Budget,
+    on_overwrite: OnOverwrite,
     /// Bytes of all graphs, as estimated.
     graph_bytes: u64,
     /// Kinds of reasons that are errors, as bits.
@@ -234,10 +239,7 @@ impl<D: Device> GraphTrees<D> {
             let Some(storage) = tensor.storage() else {
                 continue;
             };
-            if storage
-                .memory()
-                .is_some_and(|m| m.in_pool(&self.inner.pool))
-            {
+            if storage.in_pool(&self.inner.pool) {
                 let detail = format!(
                     "input {position} is an output of this tree, whose memory is reused: pass it to run, or bind a tensor from outside"
                 );
@@ -316,6 +318,11 @@ impl<D: Device> GraphTrees<D> {
             drop(state);
             drop(removed);
         }
+    }
+
+    /// What happens from now on to outputs that are held when their generation ends.
+    pub fn on_overwrite(&self, policy: OnOverwrite) {
+        lock(&self.inner.state).on_overwrite = policy;
     }
 
     /// Makes runs for these kinds of reasons errors ([`Error::Refused`]), in place of the kinds before: [`ReasonKind::EAGER`] for no fallbacks, with the
@@ -511,11 +518,7 @@ impl<D: Device> Inner<D> {
         at: &'static Location<'static>,
     ) -> Result<()> {
         let name = function.shared_name();
-        let ended = self.generations.ended();
-        if ended != state.seen_ended {
-            state.retire(&self.generations, ended, name, at);
-        }
-        state.functions[key].check_bound()?;
+        // Before generations end: their outputs may be inputs here.
         let mut gives = false;
         for arg in &*args {
             if let Some(tensor) = arg.tensor() {
@@ -523,9 +526,18 @@ impl<D: Device> Inner<D> {
             }
             gives |= arg.is_given();
         }
+        let ended = self.generations.ended();
+        let mut fed = Fed::new();
+        if ended != state.seen_ended {
+            if state.on_overwrite == OnOverwrite::Copy {
+                self.keep_held(&mut state, stream, args)?;
+            }
+            fed = self.retire(&mut state, key, ended, args, name, at);
+        }
+        state.functions[key].check_bound()?;
         let variant = state.functions[key].variant_or_new(variant_key);
         let (choice, taken) = loop {
-            let choice = state.choose(key, variant, step.number(), args);
+            let choice = state.choose(key, variant, step.number(), args, &fed);
             let Choice::Replay(node) = choice else {
                 break (choice, Taken::new());
             };
@@ -543,6 +555,7 @@ impl<D: Device> Inner<D> {
             args,
             gives,
             demoted: Demoted::new(),
+            fed,
             at,
         };
         let reason = match &choice {
@@ -569,6 +582,43 @@ impl<D: Device> Inner<D> {
             Choice::Warmup(_) => self.warmup(state, call, reason, out),
             _ => self.eager(state, call, reason, out),
         }
+    }
+
+    /// Ends the generations whose tokens were dropped; what of them this call copies in.
+    fn retire(
+        &self,
+        state: &mut State<D>,
+        function: FunctionKey,
+        ended: u64,
+        args: &[Arg<'_, D>],
+        by: &Arc<str>,
+        at: &'static Location<'static>,
+    ) -> Fed<D> {
+        let f = &state.functions[function];
+        let passed: SmallVec<[(*const Storage<D>, bool); 4]> = args
+            .iter()
+            .enumerate()
+            .filter_map(|(index, arg)| {
+                Some((
+                    Arc::as_ptr(arg.tensor()?.storage()?),
+                    f.in_place(index, arg),
+                ))
+            })
+            .collect();
+        let taken = |storage: &Arc<Storage<D>>| {
+            let mut places = passed
+                .iter()
+                .filter(|(passed, _)| *passed == Arc::as_ptr(storage))
+                .map(|(_, in_place)| *in_place)
+                .peekable();
+            places.peek()?;
+            Some(if places.any(|in_place| in_place) {
+                Intake::InPlace
+            } else {
+                Intake::Copied
+            })
+        };
+        state.retire(&self.generations, ended, taken, by, at)
     }
 
     /// Takes the state, once no closure of another thread is running.
@@ -621,6 +671,7 @@ impl<D: Device> State<D> {
             places: HashMap::new(),
             skips: 0,
             budget: Budget::default(),
+            on_overwrite: OnOverwrite::Stale,
             graph_bytes: 0,
             refused: 0,
             leaving: Vec::new(),

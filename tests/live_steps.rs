@@ -340,6 +340,7 @@ fn the_error_names_the_run_that_took_each_generation<D: Device>(rig: Rig<D>) {
 
 fn a_stale_handle_is_refused_everywhere<D: Device>(rig: Rig<D>) {
     let f = rig.scale_add("f", 1.0, 1.0);
+    let g = rig.scale_add("g", 1.0, 0.0);
     let x = rig.floats(&[1.0]);
     for phase in [Warmup, Record, Replay, Replay] {
         let step = rig.trees.step();
@@ -347,7 +348,8 @@ fn a_stale_handle_is_refused_everywhere<D: Device>(rig: Rig<D>) {
         assert_eq!(p, phase);
         drop(step);
         let step = rig.trees.step();
-        // The very run that ends it refuses it, given or lent, and leaves a given one where it was.
+        rig.one(&g, &step, &x);
+        // Given or lent, it is refused, and a given one left where it was.
         let lent = rig
             .trees
             .run(&f, &step, &[], &rig.stream, &mut [lend(&old)]);

@@ -198,9 +198,7 @@ impl<D: Device> PoolHandle<D> {
                 saved: Allocation::EMPTY,
             };
             // The death of a storage of another pool, or of the caller's own memory, would not free the block.
-            let storage = tensor
-                .storage()
-                .filter(|s| s.memory().is_some_and(|m| m.in_pool(self)));
+            let storage = tensor.storage().filter(|s| s.in_pool(self));
             let Some(storage) = storage else {
                 return Err(absent.into());
             };

@@ -119,11 +119,15 @@ impl<D: Device> Books<D> {
     ) {
         let call = self.routes.call_in(pool);
         let of_a_tree = self.pools.get(pool).is_some_and(|e| e.elsewhere.is_some());
-        let until = if call != 0 || of_a_tree {
+        let in_this_call = |used: &Use<D>| call != 0 && used.call == call;
+        let until = if of_a_tree {
             // What was named before the call began, the call has waited for.
-            if call == 0 || uses.iter().all(|used| used.call != call) {
+            if !uses.iter().any(in_this_call) {
                 return self.free(device, pool, block, stream, born);
             }
+            Until::Returned(call)
+        } else if uses.iter().all(|used| in_this_call(used) && used.captured) {
+            // Of a run inside a capture, which has an order of its own from here on.
             Until::Returned(call)
         } else {
             let (mut running, mut capturing) = (SmallVec::new(), SmallVec::new());

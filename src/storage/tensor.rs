@@ -20,8 +20,8 @@ pub struct Tensor<D: Device> {
     storage: Option<Arc<Storage<D>>>,
     /// The generation it was made in; `ETERNAL` for a storage that has only one.
     stamp: u64,
-    /// Address of the range's first byte.
-    ptr: DevicePtr,
+    /// Of a storage that never moves, the address of the range's first byte; else the range's offset in it.
+    at: u64,
     bytes: u64,
     made_at: &'static Location<'static>,
 }
@@ -46,7 +46,7 @@ impl<D: Device> Tensor<D> {
         Tensor {
             storage: None,
             stamp: ETERNAL,
-            ptr: DevicePtr::NULL,
+            at: DevicePtr::NULL.0,
             bytes: 0,
             made_at,
         }
@@ -66,9 +66,14 @@ impl<D: Device> Tensor<D> {
         bytes: u64,
         made_at: &'static Location<'static>,
     ) -> Self {
+        let eternal = storage.never_moves();
         Tensor {
-            stamp: if storage.is_eternal() { ETERNAL } else { stamp },
-            ptr: storage.ptr().offset(offset),
+            stamp: if eternal { ETERNAL } else { stamp },
+            at: if eternal {
+                storage.ptr().offset(offset).0
+            } else {
+                offset
+            },
             storage: Some(storage),
             bytes,
             made_at,
@@ -97,8 +102,8 @@ impl<D: Device> Tensor<D> {
         made_at: &'static Location<'static>,
     ) -> Self {
         let mut range = self.clone();
-        let base = self.storage.as_ref().map_or(DevicePtr::NULL, |s| s.ptr());
-        (range.ptr, range.bytes, range.made_at) = (base.offset(offset), bytes, made_at);
+        range.at = self.place(offset);
+        (range.bytes, range.made_at) = (bytes, made_at);
         range
     }
 
@@ -168,9 +173,10 @@ impl<D: Device> Tensor<D> {
     /// Where the range begins in its storage, in bytes.
     #[must_use]
     pub fn offset(&self) -> u64 {
-        self.storage
-            .as_ref()
-            .map_or(0, |s| self.ptr.0.wrapping_sub(s.ptr().0))
+        self.storage.as_ref().map_or(0, |s| match self.stamp {
+            ETERNAL => self.at.wrapping_sub(s.ptr().0),
+            _ => self.at,
+        })
     }
 
     /// The identity of the storage; `None` for the empty tensor. Two tensors alias exactly if they share it.
@@ -190,7 +196,18 @@ impl<D: Device> Tensor<D> {
 
     /// The address, whoever owns it by now.
     pub(crate) fn address(&self) -> DevicePtr {
-        self.ptr
+        match &self.storage {
+            Some(storage) if self.stamp != ETERNAL => storage.ptr().offset(self.at),
+            _ => DevicePtr(self.at),
+        }
+    }
+
+    /// What `at` says for a range at an offset of the storage.
+    fn place(&self, offset: u64) -> u64 {
+        match &self.storage {
+            Some(storage) if self.stamp == ETERNAL => storage.ptr().offset(offset).0,
+            _ => offset,
+        }
     }
 
     /// A handle on `bytes` bytes from `offset` of this range: one more owner of the same storage.
@@ -211,7 +228,7 @@ impl<D: Device> Tensor<D> {
             return Ok(Tensor::empty());
         }
         let mut view = self.clone();
-        view.ptr = self.ptr.offset(offset);
+        view.at = self.at + offset;
         view.bytes = bytes;
         view.made_at = Location::caller();
         Ok(view)

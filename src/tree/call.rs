@@ -10,7 +10,8 @@ use super::args::{Arg, Inputs, Slot};
 use super::decide::Demoted;
 use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
-use super::recorder::Recorder;
+use super::path::Fed;
+use super::recorder::{Recorder, Said};
 use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
 use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
@@ -30,7 +31,23 @@ pub(super) struct Call<'c, 'a, D: Device> {
     pub(super) gives: bool,
     /// Passed inputs that are copied although they would be used in place.
     pub(super) demoted: Demoted,
+    /// Passed inputs of generations that have ended.
+    pub(super) fed: Fed<D>,
     pub(super) at: &'static Location<'static>,
+}
+
+impl<D: Device> Call<'_, '_, D> {
+    /// Ends what was fed: the work that reads it has been enqueued, and may have been to write over it.
+    pub(super) fn end_fed(&self) {
+        for storage in &self.fed {
+            storage.hush();
+            storage.invalidate(self.name, self.at);
+        }
+    }
+
+    pub(super) fn is_fed(&self, storage: &Arc<Storage<D>>) -> bool {
+        self.fed.iter().any(|fed| Arc::ptr_eq(fed, storage))
+    }
 }
 
 /// The inputs of one call, classified, and the copied ones placed. Nothing has been given up yet.
@@ -58,7 +75,7 @@ pub(super) struct Given<D: Device> {
 
 /// What came of a closure.
 pub(super) enum Outcome<D: Device> {
-    Returned(Vec<Tensor<D>>),
+    Returned(Vec<Tensor<D>>, Said),
     Failed(crate::error::BoxError),
     Panicked(Box<dyn Any + Send>),
 }
@@ -117,6 +134,16 @@ impl<D: Device> Inner<D> {
         self.allocator
             .device()
             .gather(&self.stream, &placed.gather, &placed.sources)
+    }
+
+    /// Frees the blocks of what was fed and has been copied in: the closure may use that memory. Each, with the block it had.
+    pub(super) fn lend_fed(&self, call: &Call<'_, '_, D>) -> Vec<(Arc<Storage<D>>, Allocation)> {
+        let disown = |storage: &Arc<Storage<D>>| Some((storage.clone(), storage.disown()?));
+        let lent: Vec<_> = call.fed.iter().filter_map(disown).collect();
+        for (_, block) in &lent {
+            self.pool.let_go(Some(*block));
+        }
+        lent
     }
 
     /// Puts the inputs into the closure's hands, by position. Given outputs of the path go with them.
@@ -248,11 +275,13 @@ impl<D: Device> Inner<D> {
             pool,
             phase,
             born,
+            allocator: &self.allocator,
+            said: Said::default(),
         };
         let result = catch_unwind(AssertUnwindSafe(|| body(&mut recorder, inputs)));
         drop(route);
         match result {
-            Ok(Ok(outputs)) => Outcome::Returned(outputs),
+            Ok(Ok(outputs)) => Outcome::Returned(outputs, recorder.said),
             Ok(Err(error)) => Outcome::Failed(error),
             Err(panic) => Outcome::Panicked(panic),
         }
@@ -345,7 +374,7 @@ impl<D: Device> Inner<D> {
                 _ => {}
             }
         }
-        if storage.memory().is_some_and(|m| m.in_pool(&self.pool)) {
+        if storage.in_pool(&self.pool) {
             return Err(Error::ForeignOutput {
                 function: call.name.clone(),
                 output: index,

@@ -1,10 +1,12 @@
 //! What is done with a call: one function, one answer, and why.
 
+use std::sync::Arc;
+
 use smallvec::SmallVec;
 
 use super::admit::{Mismatch, admit, differences};
 use super::args::Arg;
-use super::function::FunctionState;
+use super::function::{FunctionState, Never};
 use super::node::OutputSpec;
 use super::path::Entry;
 use super::policy::OnMove;
@@ -52,6 +54,7 @@ impl<D: Device> State<D> {
         variant: usize,
         generation: u64,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Choice {
         self.drop_carried();
         while self.tip_is_exact() && self.tip_is_dead() {
@@ -59,15 +62,16 @@ impl<D: Device> State<D> {
         }
         let f = &self.functions[function];
         let warm = f.variants[variant].warm;
-        if !f.captures_key(variant) {
-            return Choice::Eager(Reason::KeyNotCaptured);
-        }
-        if let Some(input) = self.mutated_copy(f, args) {
-            return Choice::Eager(Reason::InputMutated(input));
+        if let Some(never) = f.variants[variant].never {
+            return Choice::Eager(never.into());
         }
         if self.tip_is_warm() && warm && self.tip_is_before(generation) {
             // Only warmups follow a warmup; but this is another generation, which need not wait until the warmup's outputs are let go.
             self.carry_path();
+        }
+        // What is carried along is copied in.
+        if let Some(input) = self.mutated_copy(&self.functions[function], args) {
+            return Choice::Eager(Reason::InputMutated(input));
         }
         if !warm {
             return Choice::Warmup(Reason::NotWarm);
@@ -79,7 +83,7 @@ impl<D: Device> State<D> {
             if self.skips > 0 && self.is_skipped(function) {
                 return Choice::Eager(Reason::Skipped);
             }
-            if let Some(node) = self.admitted(function, variant, args) {
+            if let Some(node) = self.admitted(function, variant, args, fed) {
                 return Choice::Replay(node);
             }
             if !self.tip_is_dead() {
@@ -88,12 +92,13 @@ impl<D: Device> State<D> {
             self.cut_tip();
         }
         if self.tip_is_before(generation)
-            && let Some(node) = self.admitted_apart(function, variant, args)
+            && !self.mutates_path(function, args)
+            && let Some(node) = self.admitted_apart(function, variant, args, fed)
         {
             self.carry_path();
             return Choice::Replay(node);
         }
-        self.not_admitted(function, variant, args)
+        self.not_admitted(function, variant, args, fed)
     }
 
     /// What to do where nothing that is recorded fits.
@@ -102,16 +107,17 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Choice {
         let siblings = self.siblings(function, variant);
         let mut demoted = Demoted::new();
         let reason = match siblings.last() {
             None => Reason::FirstRecording,
             Some(last) => {
-                if let Some(choice) = self.on_move(function, &siblings, args, &mut demoted) {
+                if let Some(choice) = self.on_move(function, &siblings, args, fed, &mut demoted) {
                     return choice;
                 }
-                Reason::Changed(self.mismatch(*last, args))
+                Reason::Changed(self.mismatch(*last, args, fed))
             }
         };
         let f = &mut self.functions[function];
@@ -144,16 +150,27 @@ impl<D: Device> State<D> {
         (0..args.len()).find(written)
     }
 
+    /// Whether the function writes an output of the path, which would be copied in if the path were carried along.
+    fn mutates_path(&self, function: FunctionKey, args: &[Arg<'_, D>]) -> bool {
+        let f = &self.functions[function];
+        !f.mutates.is_empty()
+            && args.iter().enumerate().any(|(index, arg)| {
+                let storage = arg.tensor().and_then(Tensor::storage);
+                f.mutates(f.position(index)) && storage.is_some_and(|s| self.on_path(s))
+            })
+    }
+
     /// Follows the function's policy for inputs that move, where moves are all that hinders one of the recordings. `None`: record, with `demoted` copied.
     fn on_move(
         &mut self,
         function: FunctionKey,
         siblings: &[NodeKey],
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
         demoted: &mut Demoted,
     ) -> Option<Choice> {
         let (sibling, moves) = siblings.iter().rev().find_map(|key| {
-            let all = self.differences(*key, args);
+            let all = self.differences(*key, args, fed);
             (!all.is_empty() && all.iter().all(Mismatch::is_move)).then_some((*key, all))
         })?;
         let place = (self.tip(), function);
@@ -247,9 +264,10 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Option<NodeKey> {
         let fits = |key: &NodeKey| {
-            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key)
+            self.fits(*key, args, |s| self.on_path(s)) && !self.overwrites_others(*key, args, fed)
         };
         match self.path.last() {
             None => self.functions[function].variants[variant]
@@ -275,6 +293,7 @@ impl<D: Device> State<D> {
         function: FunctionKey,
         variant: usize,
         args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
     ) -> Option<NodeKey> {
         let mut all: Vec<NodeKey> = self
             .nodes
@@ -286,7 +305,10 @@ impl<D: Device> State<D> {
         all.into_iter().find(|key| {
             let node = &self.nodes[*key];
             // The path would be carried along, and so its outputs are copied in like others.
-            self.fits(*key, args, |_| false) && !self.all_held().any(|held| node.overwrites(held))
+            self.fits(*key, args, |_| false)
+                && !self
+                    .all_held()
+                    .any(|held| node.overwrites(held) && !node.spends(held, args, fed))
         })
     }
 
@@ -306,24 +328,37 @@ impl<D: Device> State<D> {
     }
 
     /// Whether a child of the tip would write over something that is held and that its masks do not speak of.
-    fn overwrites_others(&self, key: NodeKey) -> bool {
+    fn overwrites_others(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
+    ) -> bool {
         let node = &self.nodes[key];
-        let over = |entry: &Entry<D>| self.held(entry).any(|held| node.overwrites(held));
+        let over = |entry: &Entry<D>| {
+            self.held(entry)
+                .any(|held| node.overwrites(held) && !node.spends(held, args, fed))
+        };
         self.carried.iter().any(over) || (node.apart && self.path.iter().any(over))
     }
 
     /// All that hinders a recording at the path's end from being replayed.
-    fn differences(&self, key: NodeKey, args: &[Arg<'_, D>]) -> SmallVec<[Mismatch; 4]> {
+    fn differences(
+        &self,
+        key: NodeKey,
+        args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
+    ) -> SmallVec<[Mismatch; 4]> {
         let mut all = differences(&self.nodes[key], args, |s| self.on_path(s));
-        if all.is_empty() && self.overwrites_others(key) {
+        if all.is_empty() && self.overwrites_others(key, args, fed) {
             all.push(Mismatch::Held);
         }
         all
     }
 
     /// The first of it.
-    fn mismatch(&self, key: NodeKey, args: &[Arg<'_, D>]) -> Mismatch {
-        self.differences(key, args)
+    fn mismatch(&self, key: NodeKey, args: &[Arg<'_, D>], fed: &[Arc<Storage<D>>]) -> Mismatch {
+        self.differences(key, args, fed)
             .first()
             .copied()
             .unwrap_or(Mismatch::Held)
@@ -346,6 +381,16 @@ impl<D: Device> State<D> {
                 reason,
                 text,
             });
+        }
+    }
+}
+
+impl From<Never> for Reason {
+    fn from(never: Never) -> Self {
+        match never {
+            Never::Unwanted => Reason::KeyNotCaptured,
+            Never::TooSmall => Reason::GraphTooSmall,
+            Never::NotCapturable => Reason::NotCapturable,
         }
     }
 }

@@ -40,13 +40,15 @@ impl<D: Device> Inner<D> {
         let (mut state, outcome) = self.unlocked(state, || {
             self.call_body_on(&body, inputs, Phase::Eager, &born, call.stream, &pool)
         });
+        call.end_fed();
+        state.drop_carried();
         let failed = |source| Error::Function {
             function: call.name.clone(),
             phase: Phase::Eager,
             source,
         };
-        let outputs = match outcome {
-            Outcome::Returned(outputs) => outputs,
+        let (outputs, said) = match outcome {
+            Outcome::Returned(outputs, said) => (outputs, said),
             Outcome::Failed(source) => return Err(failed(source)),
             Outcome::Panicked(panic) => {
                 drop(state);
@@ -58,6 +60,7 @@ impl<D: Device> Inner<D> {
         }
         state.counts.eager += 1;
         out.hand_out(Phase::Eager, None, Some(reason), outputs, call.at);
+        out.set_values(said.values);
         Ok(())
     }
 
@@ -75,17 +78,19 @@ impl<D: Device> Inner<D> {
         let mut slots: SmallVec<[GatherSlot; 4]> = SmallVec::new();
         let mut sources: SmallVec<[DevicePtr; 4]> = SmallVec::new();
         for (index, arg) in call.args.iter().enumerate() {
-            all.push(match arg {
-                Arg::Taken => return Err(taken(call.name, index)),
-                Arg::Value(value) => Slot::Value(value.clone()),
-                // Taken out below, when nothing can fail any more.
-                Arg::Give(_) => Slot::Taken,
-                Arg::Lend(tensor) => {
+            all.push(match (arg, arg.tensor()) {
+                (Arg::Value(value), _) => Slot::Value(value.clone()),
+                (_, None) => return Err(taken(call.name, index)),
+                (_, Some(tensor)) => {
+                    let fed = tensor.storage().is_some_and(|s| call.is_fed(s));
                     let in_place = function.in_place(index, arg)
                         || function.mutates(function.position(index))
                         || tensor.storage().is_none_or(|s| state.on_path(s));
-                    if in_place {
-                        Slot::Tensor((*tensor).clone())
+                    if !fed && arg.is_given() {
+                        // Taken out below, when nothing can fail any more.
+                        Slot::Taken
+                    } else if !fed && in_place {
+                        Slot::Tensor(tensor.clone())
                     } else {
                         let copy = pool.alloc_at(call.stream, tensor.bytes(), tensor.made_at())?;
                         slots.push(GatherSlot {
@@ -105,6 +110,11 @@ impl<D: Device> Inner<D> {
         }
         for (slot, arg) in all.iter_mut().zip(call.args.iter_mut()) {
             let Some(given) = arg.take() else { continue };
+            if !matches!(slot, Slot::Taken) {
+                // Copied: it dies here, on whatever stream it was handed out, before the copy has been made.
+                given.storage().inspect(|s| s.hush());
+                continue;
+            }
             if let Some(storage) = given.storage() {
                 // Its memory may be free for another stream as soon as the closure drops it.
                 let elsewhere = storage.freed_on().is_some_and(|on| on != *call.stream);

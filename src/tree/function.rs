@@ -44,8 +44,41 @@ pub(super) struct Settings {
     pub(super) limits: Limits,
     pub(super) on_static_move: MovePolicy,
     pub(super) on_managed_move: MovePolicy,
-    /// The keys that are captured; all if `None`.
-    pub(super) keys: Option<Vec<Key>>,
+    /// Which keys are captured.
+    pub(super) keys: Keys,
+    /// Graphs of fewer nodes are not kept.
+    pub(super) min_nodes: usize,
+}
+
+/// Says of a key whether it is captured.
+type Wanted = Arc<dyn Fn(&[i64]) -> bool + Send + Sync>;
+
+/// Which keys are captured.
+#[derive(Clone)]
+pub(super) enum Keys {
+    All,
+    These(Vec<Key>),
+    If(Wanted),
+}
+
+impl fmt::Debug for Keys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Keys::All => f.write_str("all"),
+            Keys::These(keys) => f.debug_list().entries(keys).finish(),
+            Keys::If(_) => f.write_str("as a closure says"),
+        }
+    }
+}
+
+impl Keys {
+    fn contain(&self, key: &[i64]) -> bool {
+        match self {
+            Keys::All => true,
+            Keys::These(keys) => keys.iter().any(|k| k.as_slice() == key),
+            Keys::If(wanted) => wanted(key),
+        }
+    }
 }
 
 impl Default for Settings {
@@ -56,7 +89,8 @@ impl Default for Settings {
             limits: Limits::default(),
             on_static_move: MovePolicy::RECORD,
             on_managed_move: MovePolicy::RECORD,
-            keys: None,
+            keys: Keys::All,
+            min_nodes: 0,
         }
     }
 }
@@ -138,7 +172,22 @@ impl<D: Device> FunctionSpec<D> {
     #[must_use]
     pub fn capture_keys<'k>(mut self, keys: impl IntoIterator<Item = &'k [i64]>) -> Self {
         let keys = keys.into_iter().map(Key::from_slice).collect();
-        self.settings.keys = Some(keys);
+        self.settings.keys = Keys::These(keys);
+        self
+    }
+
+    /// Only keys that `wanted` says yes to are captured, the others run eagerly. It is asked once for each key, at its first run, while the tree's lock is held: it
+    /// looks at the key and calls nothing.
+    #[must_use]
+    pub fn capture_if(mut self, wanted: impl Fn(&[i64]) -> bool + Send + Sync + 'static) -> Self {
+        self.settings.keys = Keys::If(Arc::new(wanted));
+        self
+    }
+
+    /// A graph of fewer nodes is not kept: it costs more than it saves. The key then runs eagerly for good.
+    #[must_use]
+    pub fn min_graph_nodes(mut self, nodes: usize) -> Self {
+        self.settings.min_nodes = nodes;
         self
     }
 
@@ -276,6 +325,8 @@ impl<D: Device> std::ops::Deref for FunctionState<D> {
 /// One key of a function.
 pub(super) struct Variant {
     pub(super) key: Key,
+    /// Why it is never captured, if it is not.
+    pub(super) never: Option<Never>,
     /// It has been warmed up, or need not be.
     pub(super) warm: bool,
     /// Captures of it that failed since the last that did not.
@@ -284,6 +335,17 @@ pub(super) struct Variant {
     pub(super) pause: u64,
     /// Its recordings on the empty path, in order of creation.
     pub(super) roots: SmallVec<[NodeKey; 2]>,
+}
+
+/// Why a key is never captured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Never {
+    /// It is none of those to capture.
+    Unwanted,
+    /// Its graph was too small.
+    TooSmall,
+    /// Its closure said that it cannot be captured.
+    NotCapturable,
 }
 
 /// Captures of a variant that may fail in a row before it is not tried again.
@@ -338,14 +400,6 @@ impl<D: Device> FunctionState<D> {
         self.settings.mutates.binary_search(&position).is_ok()
     }
 
-    /// Whether a variant is one to capture.
-    pub(super) fn captures_key(&self, variant: usize) -> bool {
-        self.settings
-            .keys
-            .as_ref()
-            .is_none_or(|keys| keys.contains(&self.variants[variant].key))
-    }
-
     /// The index of a key's variant.
     pub(super) fn variant(&self, key: &[i64]) -> Option<usize> {
         self.variants.iter().position(|v| v.key.as_slice() == key)
@@ -355,6 +409,7 @@ impl<D: Device> FunctionState<D> {
         self.variant(key).unwrap_or_else(|| {
             self.variants.push(Variant {
                 key: Key::from_slice(key),
+                never: (!self.settings.keys.contain(key)).then_some(Never::Unwanted),
                 warm: self.skip_warmup,
                 failures: 0,
                 pause: 0,

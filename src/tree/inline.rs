@@ -83,8 +83,8 @@ impl<D: Device> Inner<D> {
             phase: Phase::Inline,
             source,
         };
-        let outputs = match outcome {
-            Outcome::Returned(outputs) => outputs,
+        let (outputs, said) = match outcome {
+            Outcome::Returned(outputs, said) => (outputs, said),
             Outcome::Failed(source) => return Err(failed(source)),
             Outcome::Panicked(panic) => {
                 drop(state);
@@ -96,6 +96,7 @@ impl<D: Device> Inner<D> {
         }
         state.counts.inlined += 1;
         out.hand_out(Phase::Inline, None, None, outputs, at);
+        out.set_values(said.values);
         for given in args.iter_mut().filter_map(Arg::take) {
             // The caller's graph reads it at every launch. An output of the tree goes the way of all outputs.
             if given.storage().is_some_and(|s| s.is_eternal()) {

@@ -41,6 +41,8 @@ pub(super) struct Node<D: Device> {
     /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
     pub(super) consumed: Box<[Consumed<D>]>,
     pub(super) outputs: Box<[OutputSpec<D>]>,
+    /// Host values that go with them.
+    pub(super) values: Box<[Value]>,
     /// The storages that the graph makes, and how many outputs lie in each.
     pub(super) slots: Box<[(Arc<Storage<D>>, u64)]>,
     /// Which of the slots are held.
@@ -50,8 +52,9 @@ pub(super) struct Node<D: Device> {
     pub(super) checkpoint: Checkpoint,
     /// The outputs of the path that were held then, and their blocks.
     pub(super) saved: Box<[(Arc<Storage<D>>, Allocation)]>,
-    /// Which inputs are copied.
+    /// Which inputs are copied, and where to.
     pub(super) copied: Box<[u32]>,
+    pub(super) copies: Box<[Range<u64>]>,
     /// Whether an output is a bound input, which may die.
     pub(super) returns_bound: bool,
     /// Room for the addresses of the copied inputs.
@@ -156,5 +159,30 @@ impl<D: Device> Node<D> {
             .get(next)
             .is_some_and(|r| r.start < range.end)
             && !self.consumed.iter().any(|c| Arc::ptr_eq(&c.storage, held))
+    }
+
+    /// Whether the graph may write over an input that is held, because its generation has ended and this call copies it in first. Not so where the
+    /// copies themselves would write over it: they are all one piece of work.
+    pub(super) fn spends(
+        &self,
+        held: &Arc<Storage<D>>,
+        args: &[Arg<'_, D>],
+        fed: &[Arc<Storage<D>>],
+    ) -> bool {
+        fed.iter().any(|f| Arc::ptr_eq(f, held))
+            && self.copied.iter().enumerate().all(|(slot, index)| {
+                let Some(tensor) = args[*index as usize].tensor() else {
+                    return true;
+                };
+                if !tensor.storage().is_some_and(|s| Arc::ptr_eq(s, held)) {
+                    return true;
+                }
+                let from = tensor.address().0..tensor.address().0 + tensor.bytes();
+                self.copies.iter().enumerate().all(|(other, to)| {
+                    let apart = to.end <= from.start || from.end <= to.start;
+                    // Onto itself, a copy changes nothing.
+                    apart || (other == slot && *to == from)
+                })
+            })
     }
 }

@@ -1,11 +1,14 @@
 //! What a run gives back.
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Deref;
 use std::panic::Location;
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::args::Value;
 use super::node::NodeId;
 use super::reason::Reason;
 use crate::device::Device;
@@ -18,6 +21,7 @@ pub struct Outputs<D: Device> {
     phase: Phase,
     node: Option<NodeId>,
     reason: Option<Reason>,
+    values: SmallVec<[Value; 2]>,
 }
 
 impl<D: Device> Outputs<D> {
@@ -29,6 +33,7 @@ impl<D: Device> Outputs<D> {
             phase: Phase::Replay,
             node: None,
             reason: None,
+            values: SmallVec::new(),
         }
     }
 
@@ -50,9 +55,22 @@ impl<D: Device> Outputs<D> {
         self.reason
     }
 
+    /// How many host values the function returned beside the tensors.
+    #[must_use]
+    pub fn values(&self) -> usize {
+        self.values.len()
+    }
+
+    /// The host value that the function returned at `index`, if it is of this type. It is the recording's in every replay.
+    #[must_use]
+    pub fn value<T: Any + Send + Sync>(&self, index: usize) -> Option<Arc<T>> {
+        self.values.get(index)?.clone().downcast().ok()
+    }
+
     /// Drops the outputs and keeps the room.
     pub fn clear(&mut self) {
         self.tensors.clear();
+        self.values.clear();
     }
 
     /// Takes the only output out. `None` where there are none or several.
@@ -66,8 +84,16 @@ impl<D: Device> Outputs<D> {
     }
 
     pub(super) fn begin(&mut self, phase: Phase, node: Option<NodeId>, reason: Option<Reason>) {
-        self.tensors.clear();
+        self.clear();
         (self.phase, self.node, self.reason) = (phase, node, reason);
+    }
+
+    pub(super) fn set_values(&mut self, values: Vec<Value>) {
+        self.values = values.into();
+    }
+
+    pub(super) fn extend_values(&mut self, values: &[Value]) {
+        self.values.extend(values.iter().cloned());
     }
 
     pub(super) fn push(&mut self, tensor: Tensor<D>) {

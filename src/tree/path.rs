@@ -4,6 +4,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use slotmap::SlotMap;
+use smallvec::SmallVec;
 use tracing::debug_span;
 
 use super::args::Arg;
@@ -28,6 +29,19 @@ pub(super) enum Run<D: Device> {
     /// A warmup, which leaves no node.
     Warm(Box<Warm<D>>),
 }
+
+/// Outputs of ended generations that a call takes as inputs: it copies them in, and then their memory is free, also for the call itself.
+pub(super) type Fed<D> = SmallVec<[Arc<Storage<D>>; 1]>;
+
+/// How a call takes an output of an ended generation.
+pub(super) enum Intake {
+    Copied,
+    /// Declared static: it is held for the time of this call.
+    InPlace,
+}
+
+/// A number of dropped tokens that there never is.
+const NEVER_SEEN: u64 = u64::MAX;
 
 /// What a warmup handed out.
 pub(super) struct Warm<D: Device> {
@@ -198,27 +212,53 @@ impl<D: Device> State<D> {
 
     /// Ends the generations whose tokens were dropped: what is held of them goes stale, and the runs at the path's end that belong to them are
     /// forgotten. Costs what is held, and a look at each run.
+    ///
+    /// What this call takes (`taken` says how) goes stale only when it has. Of that, what it copies in and is no output of the path any more is given back.
     pub(super) fn retire(
         &mut self,
         generations: &Generations,
         ended: u64,
+        taken: impl Fn(&Arc<Storage<D>>) -> Option<Intake>,
         by: &Arc<str>,
         at: &'static Location<'static>,
-    ) {
+    ) -> Fed<D> {
         self.seen_ended = ended;
         let ended = |entry: &Entry<D>| !generations.is_open(entry.generation);
+        let mut fed = Fed::new();
+        let mut kept = Fed::new();
         for entry in self.path.iter().chain(&self.carried) {
             if ended(entry) {
                 for storage in self.held(entry) {
-                    storage.invalidate(by, at);
+                    match taken(storage) {
+                        Some(Intake::Copied) => fed.push(storage.clone()),
+                        Some(Intake::InPlace) => kept.push(storage.clone()),
+                        None => storage.invalidate(by, at),
+                    }
                 }
             }
         }
-        // A token may be dropped between the two looks: so what is forgotten must be dead besides.
-        while self.tip_is_dead() && self.path.last().is_some_and(ended) {
-            self.cut_tip();
+        // A token may be dropped between the two looks: so what is forgotten must be dead besides, or feed this call.
+        while self.path.last().is_some_and(ended) {
+            let wanted = |s: &Arc<Storage<D>>| fed.iter().chain(&kept).any(|f| Arc::ptr_eq(f, s));
+            let all_taken = self
+                .path
+                .last()
+                .is_some_and(|tip| self.held(tip).all(wanted));
+            if self.tip_is_dead() {
+                self.cut_tip();
+            } else if all_taken {
+                self.carried.extend(self.path.pop());
+            } else {
+                break;
+            }
         }
         self.drop_carried();
+        if !fed.is_empty() || !kept.is_empty() {
+            // Until the call has read it, and where it does not come to that: the next run looks again.
+            self.seen_ended = NEVER_SEEN;
+            fed.retain(|storage| !self.on_path(storage));
+        }
+        fed
     }
 }
 

@@ -34,6 +34,18 @@ impl MovePolicy {
     };
 }
 
+/// What happens to outputs that are held when their generation has ended, at the first run after its token was dropped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnOverwrite {
+    /// Reading them is [`Error::Stale`](crate::Error::Stale) from then on.
+    #[default]
+    Stale,
+    /// They are copied out first: handles, views included, keep their values and their storage, at another address, with memory of the allocator's default pool.
+    /// Work that other streams do with the old address by then is waited for only if the stream was named ([`record_stream`](crate::Tensor::record_stream)).
+    Copy,
+}
+
 /// How much a tree may keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {

@@ -20,6 +20,12 @@ pub enum Reason {
     CaptureFailed,
     /// Eager: the key is none of those that are captured.
     KeyNotCaptured,
+    /// Eager: the key's graph was too small to be worth a launch.
+    GraphTooSmall,
+    /// Eager: the closure said that it does what cannot be captured.
+    NotCapturable,
+    /// Eager: the closure did not want the recording kept.
+    Discarded,
     /// Eager: the function has as many recordings as it may have.
     RecordingLimit,
     /// Eager: the function has as many recordings at this place as it may have.
@@ -45,6 +51,9 @@ pub enum ReasonKind {
     Changed,
     CaptureFailed,
     KeyNotCaptured,
+    GraphTooSmall,
+    NotCapturable,
+    Discarded,
     RecordingLimit,
     PlaceLimit,
     GraphBudget,
@@ -55,13 +64,16 @@ pub enum ReasonKind {
 
 impl ReasonKind {
     /// All of them, in order.
-    pub const ALL: [ReasonKind; 12] = [
+    pub const ALL: [ReasonKind; 15] = [
         ReasonKind::NotWarm,
         ReasonKind::BelowWarmup,
         ReasonKind::FirstRecording,
         ReasonKind::Changed,
         ReasonKind::CaptureFailed,
         ReasonKind::KeyNotCaptured,
+        ReasonKind::GraphTooSmall,
+        ReasonKind::NotCapturable,
+        ReasonKind::Discarded,
         ReasonKind::RecordingLimit,
         ReasonKind::PlaceLimit,
         ReasonKind::GraphBudget,
@@ -74,6 +86,9 @@ impl ReasonKind {
     pub const EAGER: &'static [ReasonKind] = &[
         ReasonKind::CaptureFailed,
         ReasonKind::KeyNotCaptured,
+        ReasonKind::GraphTooSmall,
+        ReasonKind::NotCapturable,
+        ReasonKind::Discarded,
         ReasonKind::RecordingLimit,
         ReasonKind::PlaceLimit,
         ReasonKind::GraphBudget,
@@ -98,6 +113,9 @@ impl Reason {
             Reason::Changed(_) => ReasonKind::Changed,
             Reason::CaptureFailed => ReasonKind::CaptureFailed,
             Reason::KeyNotCaptured => ReasonKind::KeyNotCaptured,
+            Reason::GraphTooSmall => ReasonKind::GraphTooSmall,
+            Reason::NotCapturable => ReasonKind::NotCapturable,
+            Reason::Discarded => ReasonKind::Discarded,
             Reason::RecordingLimit => ReasonKind::RecordingLimit,
             Reason::PlaceLimit => ReasonKind::PlaceLimit,
             Reason::GraphBudget => ReasonKind::GraphBudget,
@@ -111,6 +129,9 @@ impl Reason {
     pub(super) fn advice(&self) -> Option<&'static str> {
         Some(match self {
             Reason::CaptureFailed => "see GraphTrees::last_failure for what the capture refused",
+            Reason::NotCapturable => {
+                "split the function there: what comes before and after can be captured"
+            }
             Reason::RecordingLimit => {
                 "group inputs of different lengths under fewer keys (pad them), or raise max_recordings"
             }
@@ -128,7 +149,9 @@ impl Reason {
             | Reason::BelowWarmup
             | Reason::FirstRecording
             | Reason::Changed(_)
-            | Reason::KeyNotCaptured => return None,
+            | Reason::KeyNotCaptured
+            | Reason::GraphTooSmall
+            | Reason::Discarded => return None,
         })
     }
 }
@@ -142,6 +165,9 @@ impl fmt::Display for Reason {
             Reason::Changed(mismatch) => write!(f, "what is recorded does not fit: {mismatch}"),
             Reason::CaptureFailed => f.write_str("captures failed"),
             Reason::KeyNotCaptured => f.write_str("the key is not one of those to capture"),
+            Reason::GraphTooSmall => f.write_str("its graph was too small"),
+            Reason::NotCapturable => f.write_str("it does what cannot be captured"),
+            Reason::Discarded => f.write_str("its closure did not want the recording kept"),
             Reason::RecordingLimit => {
                 f.write_str("the function has all the recordings it may have")
             }

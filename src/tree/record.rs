@@ -10,8 +10,9 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 use tracing::{debug_span, warn};
 
-use super::args::Arg;
+use super::args::{Arg, Value};
 use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
+use super::function::Never;
 use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
@@ -20,7 +21,7 @@ use super::{Inner, State};
 use crate::allocator::{Born, Claim};
 use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed};
 use crate::error::{Error, Phase, Result};
-use crate::pool::{Pins, Tag};
+use crate::pool::{Allocation, Pins, Tag};
 use crate::storage::{Storage, Tensor};
 use crate::sync::MutexGuard;
 
@@ -58,14 +59,18 @@ impl fmt::Display for Failure {
 enum Undone {
     /// The capture failed for its own reasons: the call is answered eagerly.
     Capture(Failure),
+    /// The key is not to be captured again: the call is answered eagerly.
+    Never(Never),
+    /// The closure did not want it kept: the call is answered eagerly.
+    Discarded,
     /// The caller hears of it.
     Call(Error),
     /// The closure panicked; in a capture that was broken, if that is known.
     Panic(Box<dyn std::any::Any + Send>, Option<DeviceError>),
 }
 
-/// What there is between the closure's return and the node: the graph, and the outputs with what they are.
-type Finished<D> = (Launchable<D>, Sorted<D>, Vec<Tensor<D>>);
+/// What there is between the closure's return and the node: the graph, and what the outputs are.
+type Finished<D> = (Launchable<D>, Sorted<D>);
 
 /// A graph that was captured and launched, and what there is to say of it.
 struct Recorded<D: Device> {
@@ -76,6 +81,7 @@ struct Recorded<D: Device> {
     outputs: Vec<Tensor<D>>,
     footprint: Box<[Range<u64>]>,
     pins: Pins,
+    values: Vec<Value>,
 }
 
 impl<D: Device> Inner<D> {
@@ -104,6 +110,8 @@ impl<D: Device> Inner<D> {
             Ok(recorded) => {
                 state.use_stream(call.stream);
                 state.charge(call.function, reason);
+                call.end_fed();
+                state.drop_carried();
                 self.commit(&mut state, &call, &before, recorded, reason, out);
                 self.give_up(&mut call);
                 evicted.extend(self.make_room(&mut state, 0));
@@ -112,6 +120,19 @@ impl<D: Device> Inner<D> {
                 Ok(())
             }
             Err(Undone::Call(error)) => Err(error),
+            Err(Undone::Discarded) => {
+                drop((entered, held, evicted));
+                let reason = Reason::Discarded;
+                state.answered(call.function, reason);
+                self.eager(state, call, reason, out)
+            }
+            Err(Undone::Never(never)) => {
+                state.functions[call.function].variants[call.variant].never = Some(never);
+                drop((entered, held, evicted));
+                let reason = Reason::from(never);
+                state.answered(call.function, reason);
+                self.eager(state, call, reason, out)
+            }
             Err(Undone::Panic(panic, broken)) => {
                 if let Some(broken) = broken {
                     state.last_failure = Some(broken.into());
@@ -156,6 +177,7 @@ impl<D: Device> Inner<D> {
             self.abandon(serial);
             return (state, Err(Undone::Capture(error.into())));
         }
+        let lent = self.lend_fed(call);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(
             call,
@@ -168,9 +190,22 @@ impl<D: Device> Inner<D> {
         let storages = born.storages();
         // Before the capture is over, and with it the time in which nothing is given back.
         let pins = self.pool.pin(storages.iter().map(|s| s.ptr().0));
+        let (mut values, mut returned) = (Vec::new(), Vec::new());
         let ended = match outcome {
-            Outcome::Returned(outputs) => {
-                self.finish(&state, call, &mut placed, &storages, outputs, serial)
+            Outcome::Returned(outputs, said) => {
+                (values, returned) = (said.values, outputs);
+                if said.discard {
+                    match self.abandon(serial) {
+                        Some(broken) => Err(Undone::Capture(broken.into())),
+                        None => Err(Undone::Discarded),
+                    }
+                } else {
+                    self.finish(&state, call, &mut placed, &storages, &returned, serial)
+                }
+            }
+            Outcome::Failed(source) if not_capturable(&*source) => {
+                self.abandon(serial);
+                Err(Undone::Never(Never::NotCapturable))
             }
             Outcome::Failed(source) => {
                 let refused = refusal(&*source);
@@ -192,22 +227,26 @@ impl<D: Device> Inner<D> {
             Outcome::Panicked(panic) => Err(Undone::Panic(panic, self.abandon(serial))),
         };
         match ended {
-            Ok((graph, sorted, outputs)) => (
+            Ok((graph, sorted)) => (
                 state,
                 Ok(Recorded {
                     graph,
                     placed,
                     sorted,
                     given,
-                    outputs,
+                    outputs: returned,
                     footprint: footprint(&storages),
                     pins,
+                    values,
                 }),
             ),
             Err(undone) => {
                 self.pool.unpin(&pins);
+                // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.
+                given.iter().for_each(|g| g.storage.hush());
+                drop(returned);
                 self.drop_survivors(call, &storages);
-                let undone = match self.roll_back(call, given) {
+                let undone = match self.roll_back(call, given, &lent) {
                     Ok(()) => undone,
                     Err(error) => Undone::Call(error),
                 };
@@ -223,7 +262,7 @@ impl<D: Device> Inner<D> {
         call: &Call<'_, '_, D>,
         placed: &mut Placed<D>,
         born: &[Arc<Storage<D>>],
-        outputs: Vec<Tensor<D>>,
+        outputs: &[Tensor<D>],
         serial: u64,
     ) -> Result<Finished<D>, Undone> {
         let device = self.allocator.device();
@@ -232,7 +271,7 @@ impl<D: Device> Inner<D> {
             call,
             Phase::Record,
             &mut placed.specs,
-            &outputs,
+            outputs,
             born,
         );
         let sorted = match sorted {
@@ -255,6 +294,9 @@ impl<D: Device> Inner<D> {
             let error = Error::MemoryNodes(info);
             return Err(Undone::Capture(Failure { error, first: None }));
         }
+        if info.nodes() < state.functions[call.function].min_nodes {
+            return Err(Undone::Never(Never::TooSmall));
+        }
         let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
         device
             .launch_graph(&exec, call.stream, &placed.sources)
@@ -266,7 +308,6 @@ impl<D: Device> Inner<D> {
                 _pools: pools,
             },
             sorted,
-            outputs,
         ))
     }
 
@@ -283,7 +324,12 @@ impl<D: Device> Inner<D> {
 
     /// Brings back what was given and died inside: its block, and a handle in the caller's hands for each. What was allocated inside is free again, so
     /// wherever such a block lay is free too.
-    fn roll_back(&self, call: &mut Call<'_, '_, D>, given: Vec<Given<D>>) -> Result<()> {
+    fn roll_back(
+        &self,
+        call: &mut Call<'_, '_, D>,
+        given: Vec<Given<D>>,
+        lent: &[(Arc<Storage<D>>, Allocation)],
+    ) -> Result<()> {
         let mut died: Vec<Arc<Storage<D>>> = Vec::new();
         let mut claim: Vec<Claim> = Vec::new();
         for g in &given {
@@ -299,13 +345,26 @@ impl<D: Device> Inner<D> {
                 died.push(g.storage.clone());
             }
         }
-        if !died.is_empty() {
+        // What was fed has its block again, if it is held still.
+        let lent: Vec<_> = lent.iter().filter(|(s, _)| s.owners() > 0).collect();
+        for (storage, block) in &lent {
+            claim.push(Claim {
+                range: block.address()..block.address() + block.bytes(),
+                tag: Tag(storage.id().0),
+                owned: None,
+            });
+        }
+        if !claim.is_empty() {
             let claimed = self.pool.claim_blocks(call.stream, &claim)?;
-            for (storage, block) in died.iter().zip(claimed) {
+            let mut blocks = claimed.into_iter();
+            for (storage, block) in died.iter().zip(&mut blocks) {
                 // The handle is made below: until then the storage is held by this owner.
                 if storage.resurrect().is_some() {
                     storage.adopt(block, call.stream.clone());
                 }
+            }
+            for ((storage, _), block) in lent.iter().zip(blocks) {
+                storage.adopt(block, call.stream.clone());
             }
         }
         for g in given {
@@ -345,6 +404,7 @@ impl<D: Device> Inner<D> {
             outputs,
             footprint,
             pins,
+            values,
         } = recorded;
         // Given and kept inside: the caller's again, and not to die between the looks that follow.
         let _kept: Vec<_> = given
@@ -429,12 +489,18 @@ impl<D: Device> Inner<D> {
             pins,
             used: state.counts.uses(),
             consumed: consumed.into(),
+            values: values.clone().into(),
             outputs: sorted.specs.into(),
             slots: sorted.slots.into(),
             live,
             graph,
             checkpoint: self.pool.checkpoint_blocks(),
             saved: saved.into(),
+            copies: placed
+                .gather
+                .iter()
+                .map(|slot| slot.dst.0..slot.dst.0 + slot.bytes)
+                .collect(),
             sources: placed.sources,
         });
         match parent {
@@ -459,6 +525,7 @@ impl<D: Device> Inner<D> {
         f.variants[call.variant].warm = true;
         f.variants[call.variant].captured();
         out.hand_out(Phase::Record, Some(id), Some(reason), outputs, call.at);
+        out.set_values(values);
     }
 }
 
@@ -500,4 +567,16 @@ impl<D: Device> State<D> {
             })
             .collect()
     }
+}
+
+/// Whether a closure said that it does what cannot be captured.
+fn not_capturable(error: &(dyn std::error::Error + 'static)) -> bool {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if matches!(error.downcast_ref(), Some(Error::NotCapturable { .. })) {
+            return true;
+        }
+        next = error.source();
+    }
+    false
 }

@@ -3,7 +3,8 @@
 use std::fmt;
 use std::panic::Location;
 
-use crate::allocator::{Born, PoolHandle};
+use super::args::Value;
+use crate::allocator::{Allocator, Born, PoolHandle};
 use crate::device::{Device, KernelArg, LaunchConfig};
 use crate::error::{Phase, Result};
 use crate::storage::Tensor;
@@ -18,6 +19,20 @@ pub struct Recorder<'a, D: Device> {
     pub(super) pool: &'a PoolHandle<D>,
     pub(super) phase: Phase,
     pub(super) born: &'a Born<D>,
+    /// Where memory from outside of the tree comes from.
+    pub(super) allocator: &'a Allocator<D>,
+    pub(super) said: Said,
+}
+
+/// What a closure said of its call, besides its outputs.
+#[derive(Default)]
+pub(super) struct Said {
+    /// Host values that it returns.
+    pub(super) values: Vec<Value>,
+    /// One more warmup is wanted.
+    pub(super) incomplete: bool,
+    /// This recording is not to be kept.
+    pub(super) discard: bool,
 }
 
 impl<'a, D: Device> Recorder<'a, D> {
@@ -30,6 +45,36 @@ impl<'a, D: Device> Recorder<'a, D> {
         let tensor = self.pool.alloc_at(self.stream, bytes, Location::caller())?;
         self.born.note(&tensor);
         Ok(tensor)
+    }
+
+    /// Allocates state that the function makes once and keeps, say in its closure: memory of the allocator's default pool, which belongs to no generation and
+    /// keeps its address. Kept as long as the function: recordings have its address. The bytes are undefined.
+    ///
+    /// (Memory of [`alloc`](Recorder::alloc) that is kept without being returned is [`Error::Untracked`](crate::Error::Untracked).)
+    ///
+    /// # Errors
+    /// [`PoolError::OutOfMemory`](crate::pool::PoolError::OutOfMemory), with the pool as it was.
+    #[track_caller]
+    pub fn alloc_state(&mut self, bytes: u64) -> Result<Tensor<D>> {
+        let pool = self.allocator.default_pool();
+        pool.alloc_at(self.stream, bytes, Location::caller())
+    }
+
+    /// Returns a host value beside the tensors, for [`Outputs::value`](crate::Outputs::value): a size, a flag, whatever goes with the outputs. A replay gives
+    /// what the recording gave.
+    pub fn return_value(&mut self, value: Value) {
+        self.said.values.push(value);
+    }
+
+    /// Says, during a warmup, that one more is wanted before the key is recorded (something is still being tuned, a cache still grows). In any other phase
+    /// nothing happens.
+    pub fn need_more_warmup(&mut self) {
+        self.said.incomplete |= self.phase == Phase::Warmup;
+    }
+
+    /// Says, during a recording, that it is not to be kept: the call is answered eagerly, and the next one records again. In any other phase nothing happens.
+    pub fn discard_recording(&mut self) {
+        self.said.discard |= self.phase == Phase::Record;
     }
 
     /// Launches a kernel on the stream: [`Device::launch`].
@@ -55,6 +100,18 @@ impl<'a, D: Device> Recorder<'a, D> {
     #[must_use]
     pub fn device(&self) -> &'a D {
         self.device
+    }
+
+    /// Says that what comes now cannot be captured (it waits for the device, reads a value, calls a library that does). While the function is recorded, that is an
+    /// error to be returned: the recording is given up, the call answered eagerly, and the key not recorded again. In any other phase nothing happens.
+    ///
+    /// # Errors
+    /// [`Error::NotCapturable`](crate::Error::NotCapturable) while the function is captured.
+    pub fn not_capturable(&self, what: &str) -> Result<()> {
+        match self.phase {
+            Phase::Record | Phase::Inline => Err(crate::Error::NotCapturable { what: what.into() }),
+            Phase::Warmup | Phase::Replay | Phase::Eager => Ok(()),
+        }
     }
 
     /// Whether this is a warmup or a recording.

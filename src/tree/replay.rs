@@ -81,6 +81,8 @@ impl<D: Device> Inner<D> {
                 consumed.storage.end(*word);
             }
         }
+        // Before its outputs are handed out anew: what was fed may be one of them.
+        call.end_fed();
         out.begin(Phase::Replay, Some(node.id), None);
         for (storage, outputs) in &node.slots {
             storage.hand_out(*outputs);
@@ -113,6 +115,9 @@ impl<D: Device> Inner<D> {
                 OutputSpec::Empty => Tensor::empty().remade_at(call.at),
             };
             out.push(tensor);
+        }
+        if !node.values.is_empty() {
+            out.extend_values(&node.values);
         }
         // Its last run may still be listed, if that died only now: this one takes its place.
         state

@@ -8,6 +8,7 @@ use super::call::{Call, Outcome};
 use super::outputs::Outputs;
 use super::path::{Entry, Run, Warm};
 use super::reason::Reason;
+use super::recorder::Said;
 use super::{Inner, State};
 use crate::allocator::Born;
 use crate::device::Device;
@@ -46,6 +47,7 @@ impl<D: Device> Inner<D> {
                 return Err(error);
             }
         };
+        self.lend_fed(&call);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(
             &mut call,
@@ -58,8 +60,10 @@ impl<D: Device> Inner<D> {
         });
         let storages = born.storages();
         let mut panicked = None;
+        let mut said = Said::default();
         let sorted = match outcome {
-            Outcome::Returned(outputs) => {
+            Outcome::Returned(outputs, spoken) => {
+                said = spoken;
                 let function = &state.functions[call.function];
                 let specs = &mut placed.specs;
                 self.sort_outputs(function, &call, Phase::Warmup, specs, &outputs, &storages)
@@ -83,6 +87,8 @@ impl<D: Device> Inner<D> {
         for given in &given {
             given.storage.hand_over(call.stream);
         }
+        call.end_fed();
+        state.drop_carried();
         if let Some(panic) = panicked {
             drop(state);
             std::panic::resume_unwind(panic);
@@ -111,9 +117,10 @@ impl<D: Device> Inner<D> {
             generation: call.generation,
             run: Run::Warm(Box::new(warm)),
         });
-        state.functions[call.function].variants[call.variant].warm = true;
+        state.functions[call.function].variants[call.variant].warm |= !said.incomplete;
         state.counts.warmups += 1;
         out.hand_out(Phase::Warmup, None, Some(reason), outputs, call.at);
+        out.set_values(said.values);
         self.give_up(&mut call);
         Ok(())
     }
