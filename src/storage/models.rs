@@ -6,7 +6,7 @@ use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::{Home, LiveMask, Storage, Tensor};
+use super::{Home, LiveMask, Storage, StorageId, Tensor};
 use crate::allocator::{Allocator, Claim, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::device::host::HostDevice;
@@ -18,6 +18,7 @@ type Place = Arc<Storage<HostDevice>>;
 
 /// A tree's pool without the tree, and the mask of a node with one output.
 struct Rig {
+    device: HostDevice,
     stream: <HostDevice as Device>::Stream,
     pool: PoolHandle<HostDevice>,
     live: Arc<LiveMask>,
@@ -32,6 +33,7 @@ impl Rig {
             stream: device.create_stream().unwrap(),
             pool: allocator.new_pool(PoolOptions::default(), true).unwrap(),
             live: LiveMask::new(1),
+            device,
             _allocator: allocator,
         }
     }
@@ -402,6 +404,31 @@ fn the_dead_are_resurrected_while_a_weak_handle_is_upgraded() {
     });
 }
 
+/// As the policy does that keeps old values: it moves out of the tree, and another storage has its place and bit from then on.
+#[test]
+fn a_storage_moves_out_while_its_last_handle_is_dropped() {
+    model(|| {
+        let rig = Rig::new();
+        let (storage, old) = rig.output();
+        let refuge = rig.pool.alloc(&rig.stream, 512).unwrap();
+        let (place, weak) = (refuge.storage().unwrap().clone(), old.downgrade());
+        let other = thread::spawn(move || {
+            drop(weak.upgrade());
+            drop(old);
+        });
+        let id = StorageId(1_000);
+        let new = storage.replacement(id).unwrap();
+        rig.pool.let_go(storage.move_out(refuge, &rig.stream));
+        let held = rig.hand_out(&new);
+        other.join().unwrap();
+        assert_eq!((storage.owners(), place.owners()), (0, 0));
+        rig.is_held(&new, 0);
+        drop(held);
+        rig.is_dead(&new);
+        assert_eq!(rig.blocks().freed, 2);
+    });
+}
+
 /// However it comes, who watches is told.
 #[test]
 fn a_death_is_watched_while_the_last_handle_is_dropped() {
@@ -420,9 +447,9 @@ fn a_death_is_watched_while_the_last_handle_is_dropped() {
 /// Uses and the stream of its death lie in the custody, which the last drop reads.
 #[test]
 fn it_is_used_on_another_stream_while_a_handle_is_dropped() {
-    let stream = HostDevice::new().create_stream().unwrap();
-    model(move || {
+    model(|| {
         let rig = Rig::new();
+        let stream = rig.device.create_stream().unwrap();
         let (storage, first) = rig.output();
         let second = first.clone();
         let other = thread::spawn(move || drop(second));

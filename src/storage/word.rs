@@ -196,16 +196,25 @@ impl Word {
 
     /// It owns a block now. False if nobody holds it (any more).
     pub(super) fn set_owning(&self) -> bool {
-        self.settled();
-        self.update(|w| (w & OWNERS != 0 && w & OWNERS != DYING).then_some(w | OWNING))
-            .is_some()
+        self.set(OWNING)
     }
 
     /// Its death is watched from now on. False if nobody holds it (any more).
     pub(super) fn set_watched(&self) -> bool {
-        self.settled();
-        self.update(|w| (w & OWNERS != 0 && w & OWNERS != DYING).then_some(w | WATCHED))
-            .is_some()
+        self.set(WATCHED)
+    }
+
+    /// Sets a flag, if somebody holds it. False only when its death is done, also if that began after the first look.
+    fn set(&self, flag: u64) -> bool {
+        loop {
+            if self.settled() & OWNERS == 0 {
+                return false;
+            }
+            let held = |w: u64| w & OWNERS != 0 && w & OWNERS != DYING;
+            if self.update(|w| held(w).then_some(w | flag)).is_some() {
+                return true;
+            }
+        }
     }
 
     /// One owner for a generation that has none. Its stamp; `None` if it has owners.

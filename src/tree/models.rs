@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::generation::Generations;
-use super::{Function, FunctionSpec, GraphTrees, Outputs, Step, give, lend};
+use super::{Function, FunctionSpec, GraphTrees, OnOverwrite, Outputs, Step, give, lend};
 use crate::allocator::Allocator;
 use crate::device::Device;
 use crate::device::host::HostDevice;
@@ -227,6 +227,32 @@ fn a_step_ends_while_its_output_is_dropped() {
     });
 }
 
+/// Where old values are kept, what another thread reads is the old value, from wherever it lies.
+#[test]
+fn an_output_moves_out_while_it_is_read() {
+    model(|| {
+        let rig = Rig::new();
+        rig.trees.on_overwrite(OnOverwrite::Copy);
+        let f = rig.plus_one("f");
+        let (x, later) = (rig.floats(1.0), rig.floats(5.0));
+        rig.warm(&f, &x);
+        let old = rig.run(&f, &rig.trees.step(), &x, Phase::Replay);
+        let other = {
+            let rig = rig.clone();
+            thread::spawn(move || {
+                assert_eq!(rig.read(&old), 2.0);
+                old
+            })
+        };
+        let step = rig.trees.step();
+        let new = rig.run(&f, &step, &later, Phase::Replay);
+        let old = other.join().unwrap();
+        assert_eq!((rig.read(&old), rig.read(&new)), (2.0, 6.0));
+        drop((old, new, step));
+        rig.finish();
+    });
+}
+
 /// What a replay consumes is taken from this call alone; if somebody comes to hold it, it is left to them.
 #[test]
 fn a_replay_consumes_what_a_weak_handle_is_upgraded_to() {
@@ -321,7 +347,7 @@ fn static_inputs_die_while_a_run_tidies_up() {
         rig.warm(&g, &x);
         let others = [a, b].map(|input| thread::spawn(move || drop(input)));
         rig.run(&g, &rig.trees.step(), &x, Phase::Replay);
-        others.map(|other| other.join().unwrap());
+        others.into_iter().for_each(|other| other.join().unwrap());
         rig.run(&g, &rig.trees.step(), &x, Phase::Replay);
         assert_eq!(rig.trees.view().nodes.len(), 1, "that of g");
         rig.finish();
