@@ -41,11 +41,11 @@ use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
-use crate::storage::Storage;
+use crate::storage::{Storage, Tensor};
 use crate::sync::thread::{self, ThreadId};
 use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock, raise};
 use call::{Call, inputs_error};
-use decide::{Choice, Demoted, Place};
+use decide::{Choice, Place};
 use function::{Bound, FunctionState};
 use generation::Generations;
 use inline::Inlined;
@@ -499,12 +499,15 @@ impl<D: Device> Inner<D> {
             out,
             at,
         );
-        self.tidy_after();
-        self.deliver(removed);
+        if removed.is_some() || self.untidy.load(Ordering::Acquire) {
+            self.tidy_after();
+            self.deliver(removed);
+        }
         done
     }
 
     /// Chooses what to do, and does it.
+    #[inline(always)] // one caller, and on the path of every replay
     #[allow(clippy::too_many_arguments)] // as above
     fn decided(
         &self,
@@ -554,34 +557,48 @@ impl<D: Device> Inner<D> {
             stream,
             args,
             gives,
-            demoted: Demoted::new(),
-            fed,
+            demoted: &[],
+            fed: &fed,
             at,
         };
-        let reason = match &choice {
-            Choice::Replay(node) => return self.replay(state, *node, call, &taken, out),
-            Choice::Record(reason, _) | Choice::Warmup(reason) | Choice::Eager(reason) => *reason,
-            Choice::Refuse(_) => Reason::Skipped,
-        };
-        if let Choice::Refuse(error) = choice {
-            return Err(error);
+        match choice {
+            Choice::Replay(node) => self.replay(state, node, call, &taken, out),
+            Choice::Record(reason, demoted) => {
+                call.demoted = &demoted;
+                state = self.answer(state, &call, reason)?;
+                self.record(state, call, reason, out)
+            }
+            Choice::Warmup(reason) => {
+                state = self.answer(state, &call, reason)?;
+                self.warmup(state, call, reason, out)
+            }
+            Choice::Eager(reason) => {
+                state = self.answer(state, &call, reason)?;
+                self.eager(state, call, reason, out)
+            }
+            Choice::Refuse(error) => Err(*error),
         }
+    }
+
+    /// Notes why a call is no replay. An error where that is refused.
+    #[cold]
+    fn answer<'s>(
+        &self,
+        mut state: MutexGuard<'s, State<D>>,
+        call: &Call<'_, '_, D>,
+        reason: Reason,
+    ) -> Result<MutexGuard<'s, State<D>>> {
         if state.refused & reason.kind().bit() != 0 {
-            let function = name.clone();
-            return Err(Error::Refused { function, reason });
+            return Err(Error::Refused {
+                function: call.name.clone(),
+                reason,
+            });
         }
-        state.answered(key, reason);
+        state.answered(call.function, reason);
         if !state.advice.is_empty() {
             raise(&self.untidy);
         }
-        match choice {
-            Choice::Record(_, demoted) => {
-                call.demoted = demoted;
-                self.record(state, call, reason, out)
-            }
-            Choice::Warmup(_) => self.warmup(state, call, reason, out),
-            _ => self.eager(state, call, reason, out),
-        }
+        Ok(state)
     }
 
     /// Ends the generations whose tokens were dropped; what of them this call copies in.
@@ -594,22 +611,18 @@ impl<D: Device> Inner<D> {
         by: &Arc<str>,
         at: &'static Location<'static>,
     ) -> Fed<D> {
-        let f = &state.functions[function];
-        let passed: SmallVec<[(*const Storage<D>, bool); 4]> = args
-            .iter()
-            .enumerate()
-            .filter_map(|(index, arg)| {
-                Some((
-                    Arc::as_ptr(arg.tensor()?.storage()?),
-                    f.in_place(index, arg),
-                ))
-            })
-            .collect();
-        let taken = |storage: &Arc<Storage<D>>| {
-            let mut places = passed
+        // Asked only of what is held and ends.
+        let taken = |functions: &SlotMap<FunctionKey, FunctionState<D>>,
+                     storage: &Arc<Storage<D>>| {
+            let f = &functions[function];
+            let mut places = args
                 .iter()
-                .filter(|(passed, _)| *passed == Arc::as_ptr(storage))
-                .map(|(_, in_place)| *in_place)
+                .enumerate()
+                .filter(|(_, arg)| {
+                    let passed = arg.tensor().and_then(Tensor::storage);
+                    passed.is_some_and(|passed| Arc::ptr_eq(passed, storage))
+                })
+                .map(|(index, arg)| f.in_place(index, arg))
                 .peekable();
             places.peek()?;
             Some(if places.any(|in_place| in_place) {

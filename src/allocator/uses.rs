@@ -55,11 +55,15 @@ impl<D: Device> Elsewhere<D> {
         self.any.store(true, Ordering::Release);
     }
 
-    /// The streams named since the last look. One load where there is none.
+    /// Whether a stream was named since the last look.
+    #[inline]
+    pub(crate) fn any(&self) -> bool {
+        self.any.load(Ordering::Acquire)
+    }
+
+    /// The streams named since the last look.
+    #[cold]
     pub(crate) fn take(&self) -> Vec<D::Stream> {
-        if !self.any.load(Ordering::Acquire) {
-            return Vec::new();
-        }
         let mut streams = lock(&self.streams);
         self.any.store(false, Ordering::Release);
         std::mem::take(&mut *streams)

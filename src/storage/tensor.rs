@@ -117,6 +117,7 @@ impl<D: Device> Tensor<D> {
 
     /// Whether its storage is still in the handle's generation.
     #[must_use]
+    #[inline]
     pub fn is_current(&self) -> bool {
         self.stamp == ETERNAL
             || self
@@ -129,6 +130,7 @@ impl<D: Device> Tensor<D> {
     ///
     /// # Errors
     /// [`Error::Stale`] where its memory was given to a later run.
+    #[inline]
     pub fn check(&self) -> Result<()> {
         match &self.storage {
             Some(storage) if !self.is_current() => Err(Error::Stale(Box::new(

@@ -224,6 +224,7 @@ fn moved_static<D: Device>(input: usize, recorded: DevicePtr, tensor: &Tensor<D>
     }
 }
 
+#[inline]
 fn liveness<D: Device>(node: &Node<D>, args: &[Arg<'_, D>]) -> Result<(), Mismatch> {
     if node
         .must_be_dead

@@ -7,10 +7,8 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::args::{Arg, Inputs, Slot};
-use super::decide::Demoted;
 use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
-use super::path::Fed;
 use super::recorder::{Recorder, Said};
 use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
@@ -30,19 +28,21 @@ pub(super) struct Call<'c, 'a, D: Device> {
     /// Whether an input is given.
     pub(super) gives: bool,
     /// Passed inputs that are copied although they would be used in place.
-    pub(super) demoted: Demoted,
+    pub(super) demoted: &'c [usize],
     /// Passed inputs of generations that have ended.
-    pub(super) fed: Fed<D>,
+    pub(super) fed: &'c [Arc<Storage<D>>],
     pub(super) at: &'static Location<'static>,
 }
 
 impl<D: Device> Call<'_, '_, D> {
     /// Ends what was fed: the work that reads it has been enqueued, and may have been to write over it.
     pub(super) fn end_fed(&self) {
-        for storage in &self.fed {
-            storage.hush();
-            storage.invalidate(self.name, self.at);
-        }
+        self.fed.iter().for_each(|storage| self.end_one(storage));
+    }
+
+    pub(super) fn end_one(&self, storage: &Storage<D>) {
+        storage.hush();
+        storage.invalidate(self.name, self.at);
     }
 
     pub(super) fn is_fed(&self, storage: &Arc<Storage<D>>) -> bool {
@@ -469,6 +469,7 @@ impl<D: Device> Inner<D> {
     }
 
     /// Orders the call's stream after every other stream that runs of the path were called on: their outputs may be in use there still.
+    #[inline(always)] // on the path of every replay
     pub(super) fn order(&self, state: &mut State<D>, stream: &D::Stream) -> Result<()> {
         self.hear_of_streams(state);
         let others = state.streams.iter().filter(|used| *used != stream);
@@ -485,9 +486,12 @@ impl<D: Device> Inner<D> {
     }
 
     /// Takes over the streams that outputs were said to be used on since the last run.
+    #[inline]
     pub(super) fn hear_of_streams(&self, state: &mut State<D>) {
-        let named = self.elsewhere.iter().flat_map(|elsewhere| elsewhere.take());
-        for stream in named {
+        let Some(elsewhere) = self.elsewhere.as_ref().filter(|e| e.any()) else {
+            return;
+        };
+        for stream in elsewhere.take() {
             if !state.streams.contains(&stream) {
                 state.streams.push(stream);
             }
@@ -543,6 +547,7 @@ pub(super) fn inputs_error(function: &Arc<str>, detail: String) -> Error {
 
 impl<D: Device> State<D> {
     /// Notes that the device has taken work for a run on this stream, which was ordered after the others. Before the run joins the path.
+    #[inline]
     pub(super) fn use_stream(&mut self, stream: &D::Stream) {
         if self.path.is_empty() && self.carried.is_empty() {
             // Nothing of the tree is in use elsewhere any more that this stream has not waited for.

@@ -17,7 +17,7 @@ use crate::error::{Error, MovedInput};
 use crate::storage::{Storage, Tensor};
 
 /// Passed inputs that are copied although they are declared static, or are outputs of the path.
-pub(super) type Demoted = SmallVec<[usize; 4]>;
+pub(super) type Demoted = Vec<usize>;
 
 /// What is to be done with a call.
 pub(super) enum Choice {
@@ -25,7 +25,7 @@ pub(super) enum Choice {
     Record(Reason, Demoted),
     Warmup(Reason),
     Eager(Reason),
-    Refuse(Error),
+    Refuse(Box<Error>),
 }
 
 /// A function below one node (or at the root): what it did there on account of inputs that moved.
@@ -70,7 +70,10 @@ impl<D: Device> State<D> {
             self.carry_path();
         }
         // What is carried along is copied in.
-        if let Some(input) = self.mutated_copy(&self.functions[function], args) {
+        let f = &self.functions[function];
+        if !f.mutates.is_empty()
+            && let Some(input) = self.mutated_copy(f, args)
+        {
             return Choice::Eager(Reason::InputMutated(input));
         }
         if !warm {
@@ -138,9 +141,6 @@ impl<D: Device> State<D> {
 
     /// An input that the function writes, and that it would get a copy of.
     fn mutated_copy(&self, function: &FunctionState<D>, args: &[Arg<'_, D>]) -> Option<usize> {
-        if function.mutates.is_empty() {
-            return None;
-        }
         let written = |index: &usize| {
             let storage = args[*index].tensor().and_then(Tensor::storage);
             function.mutates(function.position(*index))
@@ -213,10 +213,10 @@ impl<D: Device> State<D> {
             }
             OnMove::Error => {
                 let moved = moves.iter().filter_map(|m| f.moved(m)).collect();
-                Some(Choice::Refuse(Error::InputMoved {
+                Some(Choice::Refuse(Box::new(Error::InputMoved {
                     function: f.name.clone(),
                     moved,
-                }))
+                })))
             }
         }
     }

@@ -420,6 +420,7 @@ impl<D: Device> FunctionState<D> {
     }
 
     /// Refuses a function of which a bound storage died.
+    #[inline(always)] // on the path of every replay
     pub(super) fn check_bound(&self) -> Result<()> {
         if !self.bound_died.load(Ordering::Acquire) {
             return Ok(());

@@ -44,6 +44,7 @@ impl Generations {
         &self.ring[(generation % RING) as usize]
     }
 
+    #[inline]
     pub(super) fn is_open(&self, generation: u64) -> bool {
         self.place(generation).load(Ordering::Acquire) == generation + 1
             || (self.listed_len.load(Ordering::Acquire) > 0

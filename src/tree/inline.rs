@@ -43,6 +43,7 @@ impl<D: Device> Default for Inlined<D> {
 
 impl<D: Device> Inner<D> {
     /// Whether a stream captures. An error where its capture is broken.
+    #[inline(always)] // on the path of every replay
     pub(super) fn captures(&self, stream: &D::Stream) -> Result<bool> {
         let device = self.allocator.device();
         match device.capture_status(stream)? {

@@ -170,19 +170,34 @@ impl<D: Device> Node<D> {
         fed: &[Arc<Storage<D>>],
     ) -> bool {
         fed.iter().any(|f| Arc::ptr_eq(f, held))
-            && self.copied.iter().enumerate().all(|(slot, index)| {
-                let Some(tensor) = args[*index as usize].tensor() else {
-                    return true;
-                };
-                if !tensor.storage().is_some_and(|s| Arc::ptr_eq(s, held)) {
-                    return true;
-                }
-                let from = tensor.address().0..tensor.address().0 + tensor.bytes();
-                self.copies.iter().enumerate().all(|(other, to)| {
-                    let apart = to.end <= from.start || from.end <= to.start;
-                    // Onto itself, a copy changes nothing.
-                    apart || (other == slot && *to == from)
+            && self.slots_of(held, args).all(|(slot, from)| {
+                slot.is_some_and(|slot| {
+                    self.copies.iter().enumerate().all(|(other, to)| {
+                        let apart = to.end <= from.start || from.end <= to.start;
+                        // Onto itself, a copy changes nothing.
+                        apart || (other == slot && *to == from)
+                    })
                 })
             })
+    }
+
+    /// Whether a call's inputs that lie in a storage are all copied in.
+    pub(super) fn only_copies(&self, storage: &Arc<Storage<D>>, args: &[Arg<'_, D>]) -> bool {
+        self.slots_of(storage, args).all(|(slot, _)| slot.is_some())
+    }
+
+    /// A call's inputs that lie in a storage: the number of the copy, if it is copied, and where it lies.
+    fn slots_of<'a>(
+        &'a self,
+        storage: &'a Arc<Storage<D>>,
+        args: &'a [Arg<'_, D>],
+    ) -> impl Iterator<Item = (Option<usize>, Range<u64>)> + 'a {
+        args.iter().enumerate().filter_map(move |(index, arg)| {
+            let tensor = arg.tensor()?;
+            let lies = tensor.storage().is_some_and(|s| Arc::ptr_eq(s, storage));
+            let slot = self.copied.iter().position(|c| *c as usize == index);
+            let start = tensor.address().0;
+            lies.then_some((slot, start..start + tensor.bytes()))
+        })
     }
 }

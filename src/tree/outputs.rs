@@ -21,7 +21,7 @@ pub struct Outputs<D: Device> {
     phase: Phase,
     node: Option<NodeId>,
     reason: Option<Reason>,
-    values: SmallVec<[Value; 2]>,
+    values: Vec<Value>,
 }
 
 impl<D: Device> Outputs<D> {
@@ -33,7 +33,7 @@ impl<D: Device> Outputs<D> {
             phase: Phase::Replay,
             node: None,
             reason: None,
-            values: SmallVec::new(),
+            values: Vec::new(),
         }
     }
 
@@ -68,6 +68,7 @@ impl<D: Device> Outputs<D> {
     }
 
     /// Drops the outputs and keeps the room.
+    #[inline]
     pub fn clear(&mut self) {
         self.tensors.clear();
         self.values.clear();
@@ -83,13 +84,17 @@ impl<D: Device> Outputs<D> {
         }
     }
 
+    #[inline]
     pub(super) fn begin(&mut self, phase: Phase, node: Option<NodeId>, reason: Option<Reason>) {
-        self.clear();
+        debug_assert!(
+            self.tensors.is_empty() && self.values.is_empty(),
+            "cleared by the call"
+        );
         (self.phase, self.node, self.reason) = (phase, node, reason);
     }
 
     pub(super) fn set_values(&mut self, values: Vec<Value>) {
-        self.values = values.into();
+        self.values = values;
     }
 
     pub(super) fn extend_values(&mut self, values: &[Value]) {

@@ -4,13 +4,13 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use slotmap::SlotMap;
-use smallvec::SmallVec;
 use tracing::debug_span;
 
 use super::args::Arg;
+use super::function::FunctionState;
 use super::generation::Generations;
 use super::node::Node;
-use super::{Inner, NodeKey, State};
+use super::{FunctionKey, Inner, NodeKey, State};
 use crate::allocator::Claim;
 use crate::device::Device;
 use crate::error::Result;
@@ -31,7 +31,7 @@ pub(super) enum Run<D: Device> {
 }
 
 /// Outputs of ended generations that a call takes as inputs: it copies them in, and then their memory is free, also for the call itself.
-pub(super) type Fed<D> = SmallVec<[Arc<Storage<D>>; 1]>;
+pub(super) type Fed<D> = Vec<Arc<Storage<D>>>;
 
 /// How a call takes an output of an ended generation.
 pub(super) enum Intake {
@@ -197,6 +197,7 @@ impl<D: Device> State<D> {
     }
 
     /// Forgets what was carried along and is not held any more.
+    #[inline]
     pub(super) fn drop_carried(&mut self) {
         if !self.carried.is_empty() {
             let nodes = &self.nodes;
@@ -218,7 +219,7 @@ impl<D: Device> State<D> {
         &mut self,
         generations: &Generations,
         ended: u64,
-        taken: impl Fn(&Arc<Storage<D>>) -> Option<Intake>,
+        taken: impl Fn(&SlotMap<FunctionKey, FunctionState<D>>, &Arc<Storage<D>>) -> Option<Intake>,
         by: &Arc<str>,
         at: &'static Location<'static>,
     ) -> Fed<D> {
@@ -229,7 +230,7 @@ impl<D: Device> State<D> {
         for entry in self.path.iter().chain(&self.carried) {
             if ended(entry) {
                 for storage in self.held(entry) {
-                    match taken(storage) {
+                    match taken(&self.functions, storage) {
                         Some(Intake::Copied) => fed.push(storage.clone()),
                         Some(Intake::InPlace) => kept.push(storage.clone()),
                         None => storage.invalidate(by, at),

@@ -101,6 +101,8 @@ impl<D: Device> Inner<D> {
         // Before the new graph is made, so that there are never more than the budget says.
         let mut evicted = self.make_room(&mut state, 1);
         self.catch_up(&mut state, call.stream)?;
+        // Whatever comes of it: what is held dies on this stream from here on.
+        state.use_stream(call.stream);
         // The closure may see the last handle go: the graph reads them when it is launched.
         let _bound = state.functions[call.function].bound_inputs()?;
         let before: Vec<SmallVec<[u64; 2]>> =
@@ -108,7 +110,6 @@ impl<D: Device> Inner<D> {
         let (mut state, recorded) = self.capture(state, &mut call);
         match recorded {
             Ok(recorded) => {
-                state.use_stream(call.stream);
                 state.charge(call.function, reason);
                 call.end_fed();
                 state.drop_carried();

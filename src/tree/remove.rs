@@ -86,14 +86,13 @@ impl<D: Device> Inner<D> {
     }
 
     /// The same at a run's end.
+    #[cold]
     pub(super) fn tidy_after(&self) {
-        if self.untidy.load(Ordering::Acquire) {
-            let removed = {
-                let mut state = lock(&self.state);
-                self.tidy(&mut state)
-            };
-            self.deliver(removed);
-        }
+        let removed = {
+            let mut state = lock(&self.state);
+            self.tidy(&mut state)
+        };
+        self.deliver(removed);
     }
 
     /// Drops what was removed, and says what there is to say. No lock is held.

@@ -81,8 +81,12 @@ impl<D: Device> Inner<D> {
                 consumed.storage.end(*word);
             }
         }
-        // Before its outputs are handed out anew: what was fed may be one of them.
-        call.end_fed();
+        // Before its outputs are handed out anew: what was fed may be one of them. What is used in place goes on to the next run.
+        for fed in call.fed {
+            if node.only_copies(fed, call.args) {
+                call.end_one(fed);
+            }
+        }
         out.begin(Phase::Replay, Some(node.id), None);
         for (storage, outputs) in &node.slots {
             storage.hand_out(*outputs);
