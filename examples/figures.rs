@@ -5,6 +5,7 @@
 //! Times are medians over many calls. The device is drained every 32 calls, outside of what is timed. Names are those that the figures
 //! of other runtimes are printed under, so that the columns can be joined. On the simulated device a launch is an entry in a queue, so
 //! `raw_replay` is that device's floor, not a GPU's.
+#![forbid(unsafe_code)]
 
 #[path = "support/device.rs"]
 mod device;

@@ -5,6 +5,7 @@
 //! order, statistics, and a result that is used after its graph is gone.
 //!
 //! `cargo run --release --example private_pools [-- --device host|cuda]`
+#![forbid(unsafe_code)]
 
 #[path = "support/device.rs"]
 mod device;

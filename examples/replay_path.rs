@@ -1,6 +1,7 @@
 //! The main job: g1→g2 and g1→g3 share one pool; every output is checked against plain arithmetic.
 //!
 //! `cargo run --release --example replay_path [-- --device host|cuda]`
+#![forbid(unsafe_code)]
 
 #[path = "support/device.rs"]
 mod device;

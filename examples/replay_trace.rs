@@ -6,6 +6,7 @@
 //! tabs between them. An id may be used again once it was given back. Lines may end in CRLF; blank lines are skipped (and counted, so that
 //! errors name the right line). What is alive at the end of a trace stays so. Anything else is an error that names file and line.
 //! All files are read and checked before the first is measured.
+#![forbid(unsafe_code)]
 
 #[path = "support/numbers.rs"]
 mod numbers;

@@ -11,9 +11,8 @@ mod uses;
 
 use std::fmt;
 use std::panic::Location;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::{self, ThreadId};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use slotmap::SlotMap;
 
@@ -24,7 +23,8 @@ use crate::pool::{
     Tag, Trimmed,
 };
 use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
-use crate::sync::lock;
+use crate::sync::thread::{self, ThreadId};
+use crate::sync::{AtomicU64, Mutex, lock};
 use backing::PoolBacking;
 use routes::Routes;
 use uses::Deferred;
@@ -174,7 +174,10 @@ impl<D: Device> Books<D> {
             return;
         };
         // An orphan's free is a no-op: its memory belongs to the restored state.
-        if let Ok(Freed::Block { .. }) = entry.pool.free(block)
+        let freed = entry.pool.free(block);
+        #[cfg(loom)]
+        assert!(freed.is_ok(), "a block is freed once: {freed:?}");
+        if let Ok(Freed::Block { .. }) = freed
             && let Some(stream) = stream
         {
             // A capture kills only what was born in it: what came from outside lives on until a run takes its place. And what was born in

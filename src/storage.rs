@@ -5,6 +5,8 @@
 //! ends generations. All of that goes through one atomic word (see [`word`]), so that a handle may be dropped on any
 //! thread at any time.
 
+#[cfg(all(test, loom))]
+mod models;
 mod tensor;
 mod word;
 
@@ -12,14 +14,14 @@ use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 use std::panic::Location;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 
 use crate::allocator::{Memory, PoolHandle, Uses};
 use crate::device::{Device, DevicePtr};
 use crate::error::{Made, Stale};
 use crate::pool::Allocation;
-use crate::sync::lock;
+use crate::sync::{AtomicBool, AtomicU64, Mutex, OnceLock, lock, raise};
 
 pub use tensor::{Tensor, WeakTensor};
 use word::{Release, Word};
@@ -290,8 +292,9 @@ impl<D: Device> Storage<D> {
         let (live, bit) = (home.live.clone(), home.bit);
         if self.home.set(home).is_ok() {
             live.set(bit);
-            // It may have died between the caller's look and the set: then nobody else clears the bit.
-            if self.word.owners() == 0 {
+            // It may have died between the caller's look and the set: then nobody else clears the bit. Its death looks for a home after it has changed
+            // the word; so either it finds this one, or the owners are gone here.
+            if self.word.owners_in_order() == 0 {
                 live.clear(bit);
             }
         }
@@ -344,7 +347,7 @@ impl<D: Device> Storage<D> {
         };
         for watcher in watchers {
             if let Some(flag) = watcher.upgrade() {
-                flag.store(true, Ordering::Release);
+                raise(&flag);
             }
         }
         if let (Some(block), Source::Pool(memory)) = (block, &self.source) {
@@ -535,7 +538,7 @@ impl<D: Device> Storage<D> {
         }
         drop(custody);
         if !self.word.set_watched() {
-            flag.store(true, Ordering::Release);
+            raise(flag);
         }
     }
 

@@ -5,6 +5,7 @@
 //! → `compiled` (functions of a graph tree) or `eager` (one operation after another). `model`, `data` and `train` are the program.
 //!
 //! `cargo run --release --example compiler [-- --device host|cuda]`
+#![forbid(unsafe_code)]
 
 mod backend;
 mod compiled;

@@ -1,12 +1,12 @@
 //! Which pool an allocation comes from when nobody names one: by thread or by stream, the innermost route first.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
-use std::thread::{self, ThreadId};
+use std::sync::Arc;
 
 use crate::device::Device;
 use crate::storage::{Storage, Tensor};
-use crate::sync::lock;
+use crate::sync::thread::{self, ThreadId};
+use crate::sync::{Mutex, lock};
 
 use super::{PoolHandle, PoolKey, Shared};
 

@@ -4,15 +4,15 @@
 //! ([`Elsewhere`]), and only what dies while a closure runs is kept until the closure has returned. Memory of any other pool stays live in the books
 //! until the work is done ([`Deferred`]), as events say.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
 use super::{Books, PoolKey};
 use crate::device::{CaptureStatus, Device};
 use crate::pool::Allocation;
-use crate::sync::lock;
+use crate::sync::{AtomicBool, Mutex, lock};
 
 /// A stream that uses a storage besides its own.
 #[derive(Clone, Debug)]

@@ -52,7 +52,7 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{CudaContext, sys};
 
@@ -68,7 +68,7 @@ pub use self::stream::{CudaEvent, CudaStream};
 pub use self::typed::{TypedView, TypedViewMut};
 pub use self::unavailable::{CudaUnavailable, Probe, probe};
 use super::{Call, Code, DeviceError, Result};
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 
 /// A CUDA device; see the [module](self). Clones are the same device. It ends, with all it has, when the last of its clones
 /// and handles is dropped.

@@ -31,7 +31,7 @@ mod stream;
 mod work;
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use self::gate::Gate;
 use self::handles::StreamHandle;
@@ -41,6 +41,7 @@ use self::state::State;
 use self::stream::{Record, StreamKey};
 pub use self::work::HostBuffer;
 use super::{Call, Code, DeviceError, Fault, Result};
+use crate::sync::{Mutex, MutexGuard};
 
 /// What handles and devices share.
 struct Inner {

@@ -241,7 +241,6 @@ impl<D: Device> Tensor<D> {
     /// # Errors
     /// [`Error::Stale`]; the device's own, where the copy or work before it failed.
     pub fn read(&self, device: &D, stream: &D::Stream) -> Result<Vec<u8>> {
-        self.check()?;
         let mut bytes = vec![
             0;
             usize::try_from(self.bytes).map_err(|_| Error::View {
@@ -250,12 +249,16 @@ impl<D: Device> Tensor<D> {
                 of: self.bytes
             })?
         ];
-        if self.bytes > 0 {
-            device.read(stream, &mut bytes, self.address())?;
+        // Another thread's run may have taken the memory while the copy was underway: then it is stale, or lies elsewhere by now.
+        loop {
+            let from = self.ptr()?;
+            if self.bytes > 0 {
+                device.read(stream, &mut bytes, from)?;
+            }
+            if self.ptr()? == from {
+                return Ok(bytes);
+            }
         }
-        // Another thread's run may have taken the memory while the copy was underway.
-        self.check()?;
-        Ok(bytes)
     }
 
     /// Copies host bytes over the whole range, in stream order. `src` has been read when the call returns.

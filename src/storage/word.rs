@@ -5,8 +5,9 @@
 //! handles that they are not counted any more; held until the generation ends) and `DYING` (the last owner is gone and its
 //! thread is still clearing up; whoever wants to hand the storage out waits for it).
 
-use std::hint::spin_loop;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
+
+use crate::sync::{AtomicU64, spin_loop, thread};
 
 const OWNERS: u64 = 0xffff;
 const STUCK: u64 = 0xffff;
@@ -17,6 +18,13 @@ const STAMP: u32 = 18;
 
 #[derive(Debug)]
 pub(super) struct Word(AtomicU64);
+
+fn owners(w: u64) -> u64 {
+    match w & OWNERS {
+        DYING => 0,
+        n => n,
+    }
+}
 
 /// What became of a release.
 #[derive(Debug, PartialEq, Eq)]
@@ -38,10 +46,13 @@ impl Word {
 
     /// Handles that hold it. `DYING` counts as none, `STUCK` as its number.
     pub(super) fn owners(&self) -> u64 {
-        match self.0.load(Ordering::Acquire) & OWNERS {
-            DYING => 0,
-            n => n,
-        }
+        owners(self.0.load(Ordering::Acquire))
+    }
+
+    /// The same, in the word's own order: a load may miss a release on another thread that misses in turn what this thread wrote before. Of two
+    /// exchanges one sees the other, and all that came before it.
+    pub(super) fn owners_in_order(&self) -> u64 {
+        owners(self.0.fetch_add(0, Ordering::AcqRel))
     }
 
     pub(super) fn owning(&self) -> bool {
@@ -125,7 +136,7 @@ impl Word {
             if spins < 64 {
                 spin_loop()
             } else {
-                std::thread::yield_now()
+                thread::yield_now()
             }
         }
     }
@@ -185,16 +196,25 @@ impl Word {
 
     /// It owns a block now. False if nobody holds it (any more).
     pub(super) fn set_owning(&self) -> bool {
-        self.settled();
-        self.update(|w| (w & OWNERS != 0 && w & OWNERS != DYING).then_some(w | OWNING))
-            .is_some()
+        self.set(OWNING)
     }
 
     /// Its death is watched from now on. False if nobody holds it (any more).
     pub(super) fn set_watched(&self) -> bool {
-        self.settled();
-        self.update(|w| (w & OWNERS != 0 && w & OWNERS != DYING).then_some(w | WATCHED))
-            .is_some()
+        self.set(WATCHED)
+    }
+
+    /// Sets a flag, if somebody holds it. False only when its death is done, also if that began after the first look.
+    fn set(&self, flag: u64) -> bool {
+        loop {
+            if self.settled() & OWNERS == 0 {
+                return false;
+            }
+            let held = |w: u64| w & OWNERS != 0 && w & OWNERS != DYING;
+            if self.update(|w| held(w).then_some(w | flag)).is_some() {
+                return true;
+            }
+        }
     }
 
     /// One owner for a generation that has none. Its stamp; `None` if it has owners.

@@ -1,7 +1,6 @@
 //! What is done with a call: one function, one answer, and why.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
@@ -16,6 +15,7 @@ use super::{FunctionKey, Inner, NodeKey, State};
 use crate::device::Device;
 use crate::error::{Error, MovedInput};
 use crate::storage::{Storage, Tensor};
+use crate::sync::raise;
 
 /// Passed inputs that are copied although they are declared static, or are outputs of the path.
 pub(super) type Demoted = Vec<usize>;
@@ -415,7 +415,7 @@ impl<D: Device> Inner<D> {
                 reason,
                 text,
             });
-            self.untidy.store(true, Ordering::Release);
+            raise(&self.untidy);
         }
     }
 }

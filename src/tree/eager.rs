@@ -3,8 +3,6 @@
 //! The path stays as it is, so what comes next in the step replays. Outputs are tensors like any that the allocator gives: no run takes their
 //! memory. Inputs are what they are elsewhere: a copy, unless they are static, outputs of the path, declared to be written, or given.
 
-use std::sync::MutexGuard;
-
 use smallvec::SmallVec;
 use tracing::debug_span;
 
@@ -17,6 +15,7 @@ use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
 use crate::device::{Device, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
+use crate::sync::MutexGuard;
 
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given inputs are as the closure

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::panic::Location;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use smallvec::SmallVec;
@@ -16,6 +16,7 @@ use super::{FunctionKey, NodeKey};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::storage::{Tensor, WeakTensor};
+use crate::sync::AtomicBool;
 
 /// A function's body.
 pub(super) type Body<D> =

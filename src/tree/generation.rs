@@ -4,13 +4,13 @@
 //! open, and only a token that outlives a full turn of the ring sends its successor there to a list.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use crate::sync::lock;
+use crate::sync::{AtomicU64, Mutex, lock};
 
-/// Generations that are open at once before the list is needed.
-const RING: u64 = 64;
+/// Generations that are open at once before the list is needed. (A model has few, so that they come to need it.)
+pub(super) const RING: u64 = if cfg!(loom) { 2 } else { 64 };
 
 /// The generations of one tree.
 pub(super) struct Generations {
@@ -28,7 +28,7 @@ pub(super) struct Generations {
 impl Generations {
     pub(super) fn new() -> Arc<Self> {
         Arc::new(Generations {
-            ring: [const { AtomicU64::new(0) }; RING as usize],
+            ring: std::array::from_fn(|_| AtomicU64::new(0)),
             listed: Mutex::new(Vec::new()),
             listed_len: AtomicU64::new(0),
             next: AtomicU64::new(0),

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 use std::panic::Location;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use tracing::debug_span;
 
@@ -19,7 +19,7 @@ use crate::allocator::{Born, PoolHandle, PoolOptions};
 use crate::device::{Call, CaptureStatus, Code, Device, DeviceError};
 use crate::error::{Error, Phase, Result};
 use crate::storage::{Storage, Tensor};
-use crate::sync::lock;
+use crate::sync::{MutexGuard, lock};
 
 /// What runs inside captures of the caller's have used: kept as long as the tree.
 pub(super) struct Inlined<D: Device> {

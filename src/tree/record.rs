@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, MutexGuard};
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 use tracing::{debug_span, warn};
@@ -23,6 +23,7 @@ use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed
 use crate::error::{Error, Phase, Result};
 use crate::pool::{Allocation, Pins, Tag};
 use crate::storage::{Storage, Tensor};
+use crate::sync::MutexGuard;
 
 /// Why a capture failed for its own reasons.
 pub(super) struct Failure {

@@ -3,7 +3,6 @@
 //! A node goes with all that was recorded below it. What is held of its outputs owns its memory from then on, as after a warmup. What is removed is handed
 //! back to the caller, who drops it when no lock is held: closures and values are the user's, and may do anything in their drop.
 
-use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 
 use super::function::{Bound, FunctionState, Never};
@@ -13,7 +12,7 @@ use super::reason::Advice;
 use super::{FunctionKey, Inner, NodeKey, State};
 use crate::device::Device;
 use crate::error::Result;
-use crate::sync::lock;
+use crate::sync::{MutexGuard, lock, lower, raise};
 
 /// What was removed, to be dropped without a lock.
 pub(super) struct Removed<D: Device> {
@@ -69,7 +68,7 @@ impl<D: Device> Registry for Inner<D> {
     fn leave(&self, key: FunctionKey) {
         let mut state = lock(&self.state);
         state.leaving.push(key);
-        self.untidy.store(true, Ordering::Release);
+        raise(&self.untidy);
         let removed = self.tidy(&mut state);
         drop(state);
         self.deliver(removed);
@@ -82,7 +81,7 @@ impl<D: Device> Inner<D> {
         if !self.untidy.load(Ordering::Acquire) || state.busy.is_some() {
             return None;
         }
-        self.untidy.store(false, Ordering::Release);
+        lower(&self.untidy);
         let mut removed = Removed::nothing();
         removed.advice = std::mem::take(&mut state.advice);
         let leaving = std::mem::take(&mut state.leaving);
@@ -109,7 +108,7 @@ impl<D: Device> Inner<D> {
             Err(error) => {
                 tracing::warn!(%error, "recordings are to go, and what is held of them cannot own its memory yet; tried again at the next run");
                 state.leaving = leaving;
-                self.untidy.store(true, Ordering::Release);
+                raise(&self.untidy);
             }
         }
         Some(removed)

@@ -2,8 +2,6 @@
 //!
 //! No allocator, no driver call but the launch (and an event where the caller's stream changed), no heap allocation.
 
-use std::sync::MutexGuard;
-
 use smallvec::SmallVec;
 use tracing::trace;
 
@@ -16,6 +14,7 @@ use super::{Inner, NodeKey, State};
 use crate::device::Device;
 use crate::error::{Error, Phase, Result};
 use crate::storage::Tensor;
+use crate::sync::MutexGuard;
 
 /// The words of the storages that a replay consumes, in order: taken from this call, and from nobody else.
 pub(super) type Taken = SmallVec<[u64; 4]>;

@@ -2,8 +2,6 @@
 //!
 //! It is how a function's first run is done, and how everything below a warmup is.
 
-use std::sync::MutexGuard;
-
 use tracing::debug_span;
 
 use super::call::{Call, Outcome};
@@ -15,6 +13,7 @@ use super::{Inner, State};
 use crate::allocator::Born;
 use crate::device::Device;
 use crate::error::{Error, Phase, Result};
+use crate::sync::MutexGuard;
 
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given outputs of the path

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::ptr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use cudarc::driver::sys;
 
@@ -10,7 +10,7 @@ use super::gather::Slots;
 use super::inner::{Inner, Shared};
 use super::stream::Handle;
 use crate::device::{Call, Code, DeviceError, DevicePtr, GraphInfo, Result};
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 
 /// A captured graph of a [`CudaDevice`](super::CudaDevice): a template.
 pub struct CudaGraph(pub(super) Arc<Template>);

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use cudarc::driver::{CudaContext, sys};
 
@@ -16,6 +16,7 @@ use super::memory::{Books, Source};
 use super::module::Modules;
 use super::stream::{Handle, Wrapped};
 use crate::device::{Call, Code, DeviceError, Result};
+use crate::sync::Mutex;
 
 /// A value of the driver's that threads may share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

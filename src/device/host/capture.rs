@@ -1,7 +1,6 @@
 //! Captures: who takes part in one, what it has recorded, and how it ends. [`rules`](super::rules) says what is refused meanwhile.
 
 use std::sync::Arc;
-use std::thread::{self, ThreadId};
 
 use petgraph::graph::NodeIndex;
 use petgraph::visit::{Dfs, Reversed};
@@ -12,6 +11,7 @@ use super::stream::{CaptureKey, Frontier, StreamKey};
 use super::work::Work;
 use crate::device::log::Log;
 use crate::device::{Call, CaptureMode, CaptureStatus, Code, DeviceError, Result};
+use crate::sync::thread::{self, ThreadId};
 
 /// A stream's part in a capture.
 pub(super) struct Joined {

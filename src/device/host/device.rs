@@ -1,7 +1,6 @@
 //! The device's trait, call by call: what is refused first, then what is done.
 
 use std::sync::Arc;
-use std::thread;
 
 use super::graph::Plan;
 use super::stream::{Entry, Record};
@@ -11,6 +10,7 @@ use crate::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
     GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
 };
+use crate::sync::thread;
 
 /// Refuses a range that two copies could not agree on.
 pub(super) fn check_copy(call: Call, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {

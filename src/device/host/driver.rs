@@ -12,6 +12,7 @@ use super::{HostBuffer, HostDevice, HostEvent, HostExec, HostFunction, HostGraph
 use crate::device::{
     Call, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Result,
 };
+use crate::sync::MutexGuard;
 
 /// The graph differs from the executable in more than parameters (`CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE`).
 const UPDATE_FAILURE: Code = Code::Other(910);
@@ -80,7 +81,7 @@ fn not_allocated(call: Call) -> DeviceError {
 }
 
 impl HostDevice {
-    fn enter_unsafe(&self, call: Call) -> Result<std::sync::MutexGuard<'_, State>> {
+    fn enter_unsafe(&self, call: Call) -> Result<MutexGuard<'_, State>> {
         let mut state = self.enter(call)?;
         state.refuse_unsafe(call)?;
         Ok(state)

@@ -5,10 +5,10 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::thread::{self, ThreadId};
 
 use super::stream::{EventKey, ExecKey, StreamKey};
 use crate::device::DevicePtr;
+use crate::sync::thread::{self, ThreadId};
 
 /// What a dropped handle leaves to be done.
 pub(super) enum Deferred {

@@ -4,12 +4,12 @@
 //! measured follow CUDA's documentation.
 
 use std::convert::Infallible;
-use std::thread;
 
 use super::capture::{Capture, Joined};
 use super::state::State;
 use super::stream::{CaptureKey, Frontier, Record, StreamKey};
 use crate::device::{Call, CaptureMode, Code, DeviceError, Result};
+use crate::sync::thread;
 
 impl State {
     /// Breaks a capture by a call that is none of its operations, and says so.

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::thread::ThreadId;
 
 use slotmap::SlotMap;
 
@@ -16,6 +15,7 @@ use super::stream::{
 };
 use super::work::{Body, Broken, Work, World};
 use crate::device::{Call, CaptureMode, Code, DeviceError, DevicePtr, Result};
+use crate::sync::thread::ThreadId;
 
 /// What made a range that the driver's own allocator gave out.
 #[derive(Clone, Copy, PartialEq, Eq)]
