@@ -576,6 +576,8 @@ impl<D: Device> Bench<D> {
                     }
                     let graph = self.device.end_capture(&capture)?;
                     let exec = self.device.instantiate(&graph)?;
+                    // The template is not needed any more, here as there.
+                    drop(graph);
                     self.device.launch_graph(&exec, &self.stream, &[])?;
                     times.push(ns(start));
                     self.drain()?;

@@ -6,7 +6,7 @@ use cudagraph_trees::device::Device;
 use cudagraph_trees::device::faulty::Faulty;
 use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::{Call, Code};
-use cudagraph_trees::{Phase, give, lend};
+use cudagraph_trees::{Graph, Phase, give, lend};
 
 suite!(
     stream_01_a_slow_producer_is_waited_for_in_every_phase,
@@ -108,6 +108,45 @@ fn the_event_of_a_run_says_when_its_work_is_done<D: Device>(rig: Rig<D>) {
     }
     drop(x);
     rig.finish();
+}
+
+/// The same two pieces of work as graphs without a tree, which nobody orders: in some schedule the second reads what the first has not written yet. A tree
+/// waits, once for each change of stream.
+#[test]
+fn without_an_event_between_streams_bytes_are_wrong_in_some_schedule() {
+    let mut wrong = 0;
+    for seed in 0..16 {
+        let rig = Rig::new(HostDevice::builder().seed(seed).build().unwrap());
+        let other = rig.device.create_stream().unwrap();
+        let x = rig.floats(&[4.0; 16]);
+        let mut graphs = [Graph::new(&rig.allocator), Graph::new(&rig.allocator)];
+        let [first, second] = &mut graphs;
+        let capture = first.capture(&rig.stream).unwrap();
+        let a = rig.captured(&capture, &x, 1.0, 1.0);
+        capture.end().unwrap();
+        let capture = second.capture(&other).unwrap();
+        let b = rig.captured(&capture, &a, 3.0, 0.0);
+        capture.end().unwrap();
+        rig.device.synchronize_device().unwrap();
+        first.replay(&rig.stream).unwrap();
+        second.replay(&other).unwrap();
+        let got = b.read(&rig.device, &other);
+        let want = [15.0f32; 16].map(f32::to_le_bytes).concat();
+        wrong += u32::from(!got.is_ok_and(|got| got == want));
+        // The tree, under the same schedules: see `a_run_on_another_stream_comes_after_the_last`.
+        let (f, g) = (rig.scale_add("f", 1.0, 1.0), rig.scale_add("g", 3.0, 0.0));
+        let _ = rig.device.clear_fault();
+        for _ in 0..4 {
+            let step = rig.trees.step();
+            let (trees, stream) = (&rig.trees, &rig.stream);
+            let a = trees.run(&f, &step, &[], stream, &mut [lend(&x)]).unwrap();
+            let args = &mut [lend(&a[0])];
+            let b = trees.run(&g, &step, &[], &other, args).unwrap();
+            assert_eq!(b[0].read(&rig.device, &other).unwrap(), want);
+        }
+        rig.device.synchronize_device().unwrap();
+    }
+    assert!(wrong > 0);
 }
 
 /// After a run whose event the device does not take, its outputs are there and its work is done.

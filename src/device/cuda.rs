@@ -28,6 +28,8 @@
 //!   that breaks it. Our views have no such events, so calls that take only views are safe there; for `CudaSlice`s, call
 //!   `CudaContext::disable_event_tracking` before the first is made, and drop none inside a capture. A `PinnedHostSlice` uses its event whatever is disabled.
 //! * **cuBLAS** allocates its workspace inside the capture unless it has one: [`set_cublas_workspace`].
+//! * **Conditional nodes** are not made here. Where a capture of your own has a conditional body that was invalidated, end the body's capture before the parent's:
+//!   some drivers crash at the end of the parent otherwise (a driver's defect, reported publicly; the runtime cannot catch it).
 //! * **NCCL**: drop the graphs that captured collectives before the communicator.
 
 mod captures;
