@@ -20,6 +20,7 @@ suite!(
     pool_20_pools_made_by_four_threads,
     pool_21_trim_leaves_a_routed_pool_alone,
     pool_22_routes_nest,
+    ckpt_11_one_thread_allocates_to_a_graphs_pool,
     pool_23_a_thread_route_is_one_threads,
     pool_26_equal_blocks_are_taken_in_order_of_registration,
     pool_27_reserved_bytes_of_each_pool,
@@ -221,6 +222,61 @@ fn pool_22_routes_nest<D: Device>(rig: Rig<D>) {
     alloc();
     assert_eq!(rig.allocator.stats().segments.current, 1);
     drop((held, pools));
+    rig.finish();
+}
+
+fn ckpt_11_one_thread_allocates_to_a_graphs_pool<D: Device>(rig: Rig<D>) {
+    // A graph's pool of one segment, whose output is gone.
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    drop(capture.alloc(16).unwrap());
+    capture.end().unwrap();
+    let pool = graph.pool().unwrap();
+    assert_eq!(pool.stats().segments.current, 1);
+    let three = |stream: &D::Stream, n: usize| -> Vec<Tensor<D>> {
+        (0..n)
+            .map(|_| rig.allocator.alloc(stream, 20 * MIB).unwrap())
+            .collect()
+    };
+    thread::scope(|scope| {
+        let (rig, pool, three) = (&rig, &pool, &three);
+        scope.spawn(move || {
+            let stream = rig.device.create_stream().unwrap();
+            let route = rig.allocator.route_thread(pool).unwrap();
+            let mut places = Vec::new();
+            for _ in 0..10 {
+                let round = three(&stream, 3);
+                places.push(round.iter().map(|t| t.ptr().unwrap()).collect::<Vec<_>>());
+            }
+            assert!(places.iter().all(|round| *round == places[0]));
+            drop(route);
+            let outside = three(&stream, 3);
+            assert!(
+                outside
+                    .iter()
+                    .all(|t| pool.locate(t.ptr().unwrap()).is_none())
+            );
+        });
+        scope.spawn(move || {
+            let stream = rig.device.create_stream().unwrap();
+            for _ in 0..10 {
+                let round = three(&stream, 2);
+                assert!(
+                    round
+                        .iter()
+                        .all(|t| pool.locate(t.ptr().unwrap()).is_none())
+                );
+            }
+        });
+    });
+    // The one it had, and three large ones.
+    let snapshot = pool.snapshot();
+    let sizes: Vec<u64> = snapshot.segments.iter().map(|s| s.bytes).collect();
+    assert_eq!(sizes, [2 * MIB, 20 * MIB, 20 * MIB, 20 * MIB]);
+    assert_eq!(pool.stats().live_blocks.current, 0);
+    drop((graph, pool));
+    rig.allocator.trim().unwrap();
+    assert_eq!(rig.allocator.private_pools(), vec![]);
     rig.finish();
 }
 

@@ -4,7 +4,7 @@ mod common;
 use common::Rig;
 use cudagraph_trees::device::Device;
 use cudagraph_trees::device::host::HostDevice;
-use cudagraph_trees::lend;
+use cudagraph_trees::{FunctionSpec, GraphTrees, lend};
 
 /// Each thread runs a chain of two in each step, holds both outputs until it has read them, and its token throughout.
 fn threads<D: Device>(rig: Rig<D>, threads: usize, turns: usize) {
@@ -90,5 +90,63 @@ fn a_stream_of_another_device_is_refused_once() {
     }
     drop(x);
     rig.trees.shutdown().unwrap();
+    rig.finish();
+}
+
+/// STREAM-04: each thread has a tree of its own, over one allocator; they share nothing else, and none waits for another's closures.
+#[test]
+fn stream_04_two_trees_do_not_meet() {
+    let rig = Rig::new(HostDevice::new());
+    let barrier = std::sync::Barrier::new(3);
+    std::thread::scope(|scope| {
+        for thread in 0..3 {
+            let (rig, barrier) = (&rig, &barrier);
+            scope.spawn(move || {
+                let trees = GraphTrees::new(&rig.allocator).unwrap();
+                let stream = rig.device.create_stream().unwrap();
+                let kernels = rig.kernels.clone();
+                let f = trees
+                    .register(FunctionSpec::new("f"), move |rec, inputs| {
+                        let x = inputs.get(0)?;
+                        let out = rec.alloc(x.bytes())?;
+                        let (to, from, n) = (out.ptr()?, x.ptr()?, x.bytes() / 4);
+                        let scale = thread as f32 + 2.0;
+                        kernels.scale_add(rec.device(), rec.stream(), to, from, n, scale, 0.0)?;
+                        Ok(vec![out])
+                    })
+                    .unwrap();
+                barrier.wait();
+                for round in 0..20 {
+                    let x = rig.allocator.alloc(&stream, 64).unwrap();
+                    let value = (10 * thread + round) as f32;
+                    let bytes = [value; 16].map(f32::to_le_bytes).concat();
+                    x.write(&rig.device, &stream, &bytes).unwrap();
+                    let step = trees.step();
+                    let out = trees.run(&f, &step, &[], &stream, &mut [lend(&x)]).unwrap();
+                    let got = out[0].read(&rig.device, &stream).unwrap();
+                    let want = value * (thread as f32 + 2.0);
+                    assert_eq!(got, [want; 16].map(f32::to_le_bytes).concat());
+                }
+                let counts = trees.counts();
+                assert_eq!(
+                    (counts.warmups, counts.recordings, counts.replays),
+                    (1, 1, 18)
+                );
+                // A function or a token of another tree is refused.
+                let step = rig.trees.step();
+                let foreign = trees.run(&f, &step, &[], &stream, &mut []);
+                assert!(matches!(
+                    foreign,
+                    Err(cudagraph_trees::Error::ForeignHandle { what: "step" })
+                ));
+                assert!(matches!(
+                    rig.trees.report(&f),
+                    Err(cudagraph_trees::Error::ForeignHandle { what: "function" })
+                ));
+            });
+        }
+    });
+    assert_eq!(rig.trees.counts().recordings, 0);
+    rig.device.synchronize_device().unwrap();
     rig.finish();
 }
