@@ -274,9 +274,15 @@ fn ckpt_11_one_thread_allocates_to_a_graphs_pool<D: Device>(rig: Rig<D>) {
     let sizes: Vec<u64> = snapshot.segments.iter().map(|s| s.bytes).collect();
     assert_eq!(sizes, [2 * MIB, 20 * MIB, 20 * MIB, 20 * MIB]);
     assert_eq!(pool.stats().live_blocks.current, 0);
+    let id = pool.id();
     drop((graph, pool));
     rig.allocator.trim().unwrap();
-    assert_eq!(rig.allocator.private_pools(), vec![]);
+    assert!(
+        rig.allocator
+            .private_pools()
+            .iter()
+            .all(|(other, ..)| *other != id)
+    );
     rig.finish();
 }
 
