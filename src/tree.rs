@@ -462,7 +462,7 @@ impl<D: Device> Inner<D> {
             gives |= arg.is_given();
         }
         let ended = self.generations.ended();
-        let mut fed = Fed::new();
+        let mut fed: Option<Fed<D>> = None;
         if ended != state.seen_ended {
             if state.on_overwrite == OnOverwrite::Copy {
                 self.keep_held(&mut state, stream, args)?;
@@ -472,7 +472,13 @@ impl<D: Device> Inner<D> {
         state.functions[key].check_bound()?;
         let variant = state.functions[key].variant_or_new(variant_key);
         let (choice, taken) = loop {
-            let choice = state.choose(key, variant, step.number(), args, &fed);
+            let choice = state.choose(
+                key,
+                variant,
+                step.number(),
+                args,
+                fed.as_deref().unwrap_or_default(),
+            );
             let Choice::Replay(node) = choice else {
                 break (choice, Taken::new());
             };
@@ -490,7 +496,7 @@ impl<D: Device> Inner<D> {
             args,
             gives,
             demoted: &[],
-            fed: &fed,
+            fed: fed.as_deref().unwrap_or_default(),
             at,
         };
         if let Some(reason) = choice.reason() {
@@ -524,7 +530,7 @@ impl<D: Device> Inner<D> {
         args: &[Arg<'_, D>],
         by: &Arc<str>,
         at: &'static Location<'static>,
-    ) -> Fed<D> {
+    ) -> Option<Fed<D>> {
         // Asked only of what is held and ends.
         let taken = |functions: &SlotMap<FunctionKey, FunctionState<D>>,
                      storage: &Arc<Storage<D>>| {

@@ -549,6 +549,9 @@ impl<D: Device> State<D> {
     /// Notes that the device has taken work for a run on this stream, which was ordered after the others. Before the run joins the path.
     #[inline]
     pub(super) fn use_stream(&mut self, stream: &D::Stream) {
+        if self.streams.as_slice() == std::slice::from_ref(stream) {
+            return;
+        }
         if self.path.is_empty() && self.carried.is_empty() {
             // Nothing of the tree is in use elsewhere any more that this stream has not waited for.
             self.streams.retain(|used| used == stream);

@@ -31,7 +31,7 @@ pub(super) enum Run<D: Device> {
 }
 
 /// Outputs of ended generations that a call takes as inputs: it copies them in, and then their memory is free, also for the call itself.
-pub(super) type Fed<D> = Vec<Arc<Storage<D>>>;
+pub(super) type Fed<D> = Box<[Arc<Storage<D>>]>;
 
 /// How a call takes an output of an ended generation.
 pub(super) enum Intake {
@@ -222,11 +222,34 @@ impl<D: Device> State<D> {
         taken: impl Fn(&SlotMap<FunctionKey, FunctionState<D>>, &Arc<Storage<D>>) -> Option<Intake>,
         by: &Arc<str>,
         at: &'static Location<'static>,
-    ) -> Fed<D> {
+    ) -> Option<Fed<D>> {
         self.seen_ended = ended;
         let ended = |entry: &Entry<D>| !generations.is_open(entry.generation);
-        let mut fed = Fed::new();
-        let mut kept = Fed::new();
+        let mut fed = None;
+        if !self.path.is_empty() || !self.carried.is_empty() {
+            let holds = |entry: &Entry<D>| self.live_of(entry).any() && ended(entry);
+            if self.path.iter().any(holds) || self.carried.iter().any(holds) {
+                fed = self.retire_held(&ended, taken, by, at);
+            }
+            // A token may be dropped between the two looks: so what is forgotten must be dead besides.
+            while self.tip_is_dead() && self.path.last().is_some_and(ended) {
+                self.cut_tip();
+            }
+            self.drop_carried();
+        }
+        fed
+    }
+
+    /// The same where something of an ended generation is held.
+    #[cold]
+    fn retire_held(
+        &mut self,
+        ended: &impl Fn(&Entry<D>) -> bool,
+        taken: impl Fn(&SlotMap<FunctionKey, FunctionState<D>>, &Arc<Storage<D>>) -> Option<Intake>,
+        by: &Arc<str>,
+        at: &'static Location<'static>,
+    ) -> Option<Fed<D>> {
+        let (mut fed, mut kept) = (Vec::new(), Vec::new());
         for entry in self.path.iter().chain(&self.carried) {
             if ended(entry) {
                 for storage in self.held(entry) {
@@ -238,7 +261,6 @@ impl<D: Device> State<D> {
                 }
             }
         }
-        // A token may be dropped between the two looks: so what is forgotten must be dead besides, or feed this call.
         while self.path.last().is_some_and(ended) {
             let wanted = |s: &Arc<Storage<D>>| fed.iter().chain(&kept).any(|f| Arc::ptr_eq(f, s));
             let all_taken = self
@@ -253,13 +275,13 @@ impl<D: Device> State<D> {
                 break;
             }
         }
-        self.drop_carried();
-        if !fed.is_empty() || !kept.is_empty() {
-            // Until the call has read it, and where it does not come to that: the next run looks again.
-            self.seen_ended = NEVER_SEEN;
-            fed.retain(|storage| !self.on_path(storage));
+        if fed.is_empty() && kept.is_empty() {
+            return None;
         }
-        fed
+        // Until the call has read it, and where it does not come to that: the next run looks again.
+        self.seen_ended = NEVER_SEEN;
+        fed.retain(|storage| !self.on_path(storage));
+        (!fed.is_empty()).then(|| fed.into())
     }
 }
 
