@@ -10,6 +10,7 @@ mod routes;
 mod uses;
 
 use std::fmt;
+use std::ops::{Deref, DerefMut};
 use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,7 +25,7 @@ use crate::pool::{
 };
 use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::thread::{self, ThreadId};
-use crate::sync::{AtomicU64, Mutex, lock};
+use crate::sync::{AtomicU64, Mutex, MutexGuard, lock};
 use backing::PoolBacking;
 use routes::Routes;
 use uses::Deferred;
@@ -68,6 +69,36 @@ struct Books<D: Device> {
     /// Events of theirs, to be used again.
     spare: Vec<D::Event>,
     next_pool: u32,
+    /// Pools that nobody can reach any more: their backings may be the caller's, and are dropped when the lock is free.
+    gone: Vec<Entry<D>>,
+}
+
+/// The books, locked. What goes meanwhile is dropped after the lock: the fields are dropped in this order.
+struct Held<'a, D: Device> {
+    books: MutexGuard<'a, Books<D>>,
+    gone: Vec<Entry<D>>,
+}
+
+impl<D: Device> Drop for Held<'_, D> {
+    fn drop(&mut self) {
+        if !self.books.gone.is_empty() {
+            self.gone = std::mem::take(&mut self.books.gone);
+        }
+    }
+}
+
+impl<D: Device> Deref for Held<'_, D> {
+    type Target = Books<D>;
+
+    fn deref(&self) -> &Books<D> {
+        &self.books
+    }
+}
+
+impl<D: Device> DerefMut for Held<'_, D> {
+    fn deref_mut(&mut self) -> &mut Books<D> {
+        &mut self.books
+    }
 }
 
 /// A capture underway.
@@ -126,7 +157,7 @@ impl<D: Device> Memory<D> {
         born: u64,
         uses: Uses<D>,
     ) {
-        let (mut books, device) = (lock(&self.shared.books), &self.shared.device);
+        let (mut books, device) = (self.shared.books(), &self.shared.device);
         if uses.is_empty() {
             books.free(device, self.pool, block, stream, born);
         } else {
@@ -136,7 +167,9 @@ impl<D: Device> Memory<D> {
 
     /// Notes that a storage here is used on a stream from now on.
     pub(crate) fn note_use(&self, stream: &D::Stream) -> Use<D> {
-        lock(&self.shared.books).note_use(&self.shared.device, self.pool, stream)
+        self.shared
+            .books()
+            .note_use(&self.shared.device, self.pool, stream)
     }
 }
 
@@ -204,7 +237,7 @@ impl<D: Device> Books<D> {
                 .get(key)
                 .is_some_and(|e| e.uses == 0 && e.pool.stats().segments.current == 0)
         {
-            self.pools.remove(key);
+            self.gone.extend(self.pools.remove(key));
         }
     }
 
@@ -227,6 +260,13 @@ impl<D: Device> Books<D> {
 }
 
 impl<D: Device> Shared<D> {
+    fn books(&self) -> Held<'_, D> {
+        Held {
+            books: lock(&self.books),
+            gone: Vec::new(),
+        }
+    }
+
     pub(crate) fn next_storage(&self) -> StorageId {
         StorageId(self.storages.fetch_add(1, Ordering::Relaxed))
     }
@@ -240,7 +280,7 @@ impl<D: Device> Shared<D> {
         bytes: u64,
         tag: Tag,
     ) -> Result<Handed<D>> {
-        let mut books = lock(&self.books);
+        let mut books = self.books();
         books.free_deferred(&self.device);
         let id = self.device.stream_id(stream);
         let capture = books.capture_of(&self.device, stream);
@@ -356,6 +396,7 @@ impl<D: Device> Allocator<D> {
             deferred: Vec::new(),
             spare: Vec::new(),
             next_pool: 1,
+            gone: Vec::new(),
         };
         Ok(Allocator {
             shared: Arc::new(Shared {
@@ -417,7 +458,7 @@ impl<D: Device> Allocator<D> {
             None => PoolBacking::device(self.shared.device.clone()),
         };
         let pool = Pool::new(options.config, backing)?;
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let id = PoolId(books.next_pool);
         books.next_pool += 1;
         let key = books.pools.insert(Entry {
@@ -439,7 +480,7 @@ impl<D: Device> Allocator<D> {
 
     /// A handle on the default pool, for runs outside of a tree's.
     pub(crate) fn default_pool(&self) -> PoolHandle<D> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let key = books.default;
         books.pools[key].uses += 1;
         PoolHandle {
@@ -454,7 +495,7 @@ impl<D: Device> Allocator<D> {
     /// # Errors
     /// [`Error::UnknownPool`], also for the default pool: it is trimmed whoever uses it, so no graph may capture into it; [`Error::PoolReleased`] where its last user is gone.
     pub fn pool(&self, id: PoolId) -> Result<PoolHandle<D>> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let (key, entry) = books
             .pools
             .iter_mut()
@@ -477,7 +518,7 @@ impl<D: Device> Allocator<D> {
     /// # Errors
     /// [`Error::CaptureUnderway`], with nothing done: waiting would break the capture.
     pub fn trim(&self) -> Result<Trimmed> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         if !books.captures.is_empty() {
             return Err(Error::CaptureUnderway {
                 captures: books.captures.len(),
@@ -491,21 +532,21 @@ impl<D: Device> Allocator<D> {
     /// The default pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        let books = lock(&self.shared.books);
+        let books = self.shared.books();
         books.pools[books.default].pool.stats()
     }
 
     /// The default pool's blocks.
     #[must_use]
     pub fn snapshot(&self) -> PoolSnapshot {
-        let books = lock(&self.shared.books);
+        let books = self.shared.books();
         books.pools[books.default].pool.snapshot()
     }
 
     /// The private pools that still exist: id, users, statistics.
     #[must_use]
     pub fn private_pools(&self) -> Vec<(PoolId, usize, PoolStats)> {
-        let books = lock(&self.shared.books);
+        let books = self.shared.books();
         let mut all: Vec<_> = books
             .pools
             .iter()
@@ -574,7 +615,7 @@ impl<D: Device> Allocator<D> {
             made: Vec::new(),
             pools: Vec::new(),
         };
-        lock(&self.shared.books).captures.push(underway);
+        self.shared.books().captures.push(underway);
         serial
     }
 
@@ -584,7 +625,7 @@ impl<D: Device> Allocator<D> {
     /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
     /// allocations themselves are in the graph, or lost with it.
     pub(crate) fn leave_capture(&self, serial: u64) -> Vec<PoolHandle<D>> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
             return Vec::new();
         };
@@ -656,7 +697,7 @@ impl<D: Device> Clone for Allocator<D> {
 
 impl<D: Device> fmt::Debug for Allocator<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let books = lock(&self.shared.books);
+        let books = self.shared.books();
         f.debug_struct("Allocator")
             .field("pools", &books.pools.len())
             .field("captures", &books.captures.len())
@@ -670,8 +711,12 @@ fn with_pool<D: Device, T>(
     key: PoolKey,
     f: impl FnOnce(&mut Pool<PoolBacking<D>>) -> T,
 ) -> T {
-    f(&mut lock(&shared.books).pools[key].pool)
+    f(&mut shared.books().pools[key].pool)
 }
 
 /// A custom source of a pool's memory, as [`PoolOptions::backing`] takes it.
+///
+/// Its methods are called while the allocator's lock is held, and a tree's besides where a run allocates: they call neither allocator nor tree, drop
+/// none of their handles (tensors, pools, functions), and wait for no thread that may do so. What a backing owns may be such handles: it is dropped without the
+/// allocator's lock, so tensors and pools there are fine. Of trees it owns nothing: where a run finds the device out of memory, it may be dropped under that tree's lock.
 pub type CustomBacking = Box<dyn Backing + Send>;

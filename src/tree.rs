@@ -30,7 +30,7 @@ mod warmup;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::panic::Location;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -44,7 +44,7 @@ use crate::pool::Checkpoint;
 use crate::storage::{Storage, Tensor};
 use crate::sync::thread::{self, ThreadId};
 use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock};
-use call::{Call, inputs_error};
+use call::{Call, drop_given, inputs_error};
 use decide::{Choice, Place};
 use function::{Bound, FunctionState};
 use generation::Generations;
@@ -52,7 +52,7 @@ use inline::Inlined;
 use node::Node;
 use path::{Entry, Fed, Intake};
 use record::Failure;
-use remove::{Registry, Tidied};
+use remove::{Buried, Registry, Tidied};
 use replay::Taken;
 
 pub use admit::Mismatch;
@@ -146,6 +146,8 @@ struct State<D: Device> {
     leaving: Vec<FunctionKey>,
     /// What was not said yet.
     advice: Vec<Advice>,
+    /// What is the caller's and is to be dropped when the lock is free.
+    buried: Vec<Buried>,
     /// Why the last capture that failed did.
     last_failure: Option<Failure>,
 }
@@ -513,9 +515,9 @@ impl<D: Device> Inner<D> {
     /// Chooses what to do, and does it.
     #[inline(always)] // one caller, and on the path of every replay
     #[allow(clippy::too_many_arguments)] // as above
-    fn decided(
-        &self,
-        mut state: MutexGuard<'_, State<D>>,
+    fn decided<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
         (function, key): (&Function, FunctionKey),
         step: &Step,
         variant_key: &[i64],
@@ -525,6 +527,14 @@ impl<D: Device> Inner<D> {
         at: &'static Location<'static>,
     ) -> Result<()> {
         let name = function.shared_name();
+        let variant = match state.functions[key].variant(variant_key) {
+            Some(variant) => variant,
+            None => {
+                let added;
+                (state, added) = self.add_variant(state, key, variant_key);
+                added
+            }
+        };
         // Before generations end: their outputs may be inputs here.
         let mut gives = false;
         for arg in &*args {
@@ -541,8 +551,12 @@ impl<D: Device> Inner<D> {
             }
             fed = self.retire(&mut state, key, ended, args, name, at);
         }
-        state.functions[key].check_bound()?;
-        let variant = state.functions[key].variant_or_new(variant_key);
+        if state.functions[key].lost_bound() {
+            let held = state.functions[key].hold_bound();
+            let error = state.functions[key].bound_error(&held);
+            self.bury(&mut state, held);
+            return Err(error);
+        }
         let (choice, taken) = loop {
             let choice = state.choose(key, variant, step.number(), args, &fed);
             let Choice::Replay(node) = choice else {
@@ -559,7 +573,7 @@ impl<D: Device> Inner<D> {
             name,
             generation: step.number(),
             stream,
-            args,
+            args: &mut *args,
             gives,
             demoted: &[],
             fed: &fed,
@@ -576,15 +590,46 @@ impl<D: Device> Inner<D> {
             self.answered(&mut state, key, reason);
         }
         match choice {
-            Choice::Replay(node) => self.replay(state, node, call, &taken, out),
+            Choice::Replay(node) => self.replay(state, node, call, &taken, out)?,
             Choice::Record(reason, demoted) => {
                 call.demoted = &demoted;
-                self.record(state, call, reason, out)
+                self.record(state, call, reason, out)?;
             }
-            Choice::Warmup(reason) => self.warmup(state, call, reason, out),
-            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out),
-            Choice::Refuse(error) => Err(*error),
+            Choice::Warmup(reason) => self.warmup(state, call, reason, out)?,
+            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out)?,
+            Choice::Refuse(error) => return Err(*error),
         }
+        if gives {
+            drop_given(args);
+        }
+        Ok(())
+    }
+
+    /// A variant for a key that a function has not been run with. Whether it is captured, a closure of the caller's may say.
+    #[cold]
+    fn add_variant<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        function: FunctionKey,
+        key: &[i64],
+    ) -> (MutexGuard<'s, State<D>>, usize) {
+        let wanted = match state.functions[function].keys.contain(key) {
+            Ok(wanted) => wanted,
+            Err(ask) => {
+                let asked;
+                (state, asked) =
+                    self.unlocked(state, || catch_unwind(AssertUnwindSafe(|| ask(key))));
+                match asked {
+                    Ok(wanted) => wanted,
+                    Err(panic) => {
+                        drop(state);
+                        std::panic::resume_unwind(panic);
+                    }
+                }
+            }
+        };
+        let variant = state.functions[function].add_variant(key, wanted);
+        (state, variant)
     }
 
     /// Ends the generations whose tokens were dropped; what of them this call copies in.
@@ -676,6 +721,7 @@ impl<D: Device> State<D> {
             refused: 0,
             leaving: Vec::new(),
             advice: Vec::new(),
+            buried: Vec::new(),
             last_failure: None,
         }
     }
