@@ -140,7 +140,6 @@ impl<D: Device> Clone for Memory<D> {
 }
 
 impl<D: Device> Memory<D> {
-    #[cfg(feature = "cuda-any")]
     pub(crate) fn device(&self) -> &D {
         &self.shared.device
     }
@@ -271,6 +270,15 @@ impl<D: Device> Shared<D> {
         StorageId(self.storages.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Refuses a stream of another device: its number would be taken for one of ours.
+    fn refuse_stream(&self, stream: &D::Stream) -> Result<()> {
+        if self.device.owns(stream) {
+            Ok(())
+        } else {
+            Err(Error::ForeignStream)
+        }
+    }
+
     /// Allocates from a pool, or from the one that the routes name (looked up under the same lock, so that it is there still);
     /// where the device is out of memory and nothing captures, once more after a trim.
     fn alloc_block(
@@ -280,6 +288,7 @@ impl<D: Device> Shared<D> {
         bytes: u64,
         tag: Tag,
     ) -> Result<Handed<D>> {
+        self.refuse_stream(stream)?;
         let mut books = self.books();
         books.free_deferred(&self.device);
         let id = self.device.stream_id(stream);
@@ -418,13 +427,14 @@ impl<D: Device> Allocator<D> {
     /// The bytes are undefined. Zero bytes give the empty tensor.
     ///
     /// # Errors
-    /// [`PoolError::OutOfMemory`] carries the size and the pool's state; the pool is as it was.
+    /// [`PoolError::OutOfMemory`] carries the size and the pool's state; [`Error::ForeignStream`]. The pool is as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
         alloc_in(&self.shared, None, stream, bytes, Location::caller())
     }
 
-    /// A tensor over memory of the caller's own; `keeper` is dropped when the last handle is gone.
+    /// A tensor over memory of the caller's own, which this allocator's device can reach; `keeper` is dropped when the last handle is gone, and never while a
+    /// lock of this crate is held: it may call allocator and tree.
     #[track_caller]
     pub fn import(
         &self,
@@ -434,6 +444,7 @@ impl<D: Device> Allocator<D> {
     ) -> Tensor<D> {
         let id = self.shared.next_storage();
         let source = Source::Imported {
+            device: self.shared.device.clone(),
             _keeper: Box::new(keeper),
         };
         Tensor::first(Storage::unowned(id, ptr, bytes, source, Location::caller()))
@@ -569,9 +580,10 @@ impl<D: Device> Allocator<D> {
     /// Routes allocations for `stream`, from whatever thread, to `pool` until the guard is dropped.
     ///
     /// # Errors
-    /// [`Error::ForeignPool`].
+    /// [`Error::ForeignPool`]; [`Error::ForeignStream`].
     pub fn route_stream(&self, stream: &D::Stream, pool: &PoolHandle<D>) -> Result<RouteGuard<D>> {
         self.own(pool)?;
+        self.shared.refuse_stream(stream)?;
         Ok(RouteGuard::stream(
             &self.shared,
             self.shared.device.stream_id(stream),
@@ -649,6 +661,24 @@ impl<D: Device> Allocator<D> {
         };
         ended.pools.into_iter().map(handle).collect()
     }
+}
+
+/// Refuses a tensor of another device; of another allocator of the same one it may be.
+#[inline]
+pub(crate) fn refuse_tensor<D: Device>(
+    device: &D,
+    tensor: &Tensor<D>,
+    what: impl FnOnce() -> String,
+) -> Result<()> {
+    match tensor.storage() {
+        Some(storage) if !storage.device().is_same(device) => foreign(what),
+        _ => Ok(()),
+    }
+}
+
+#[cold]
+fn foreign(what: impl FnOnce() -> String) -> Result<()> {
+    Err(Error::ForeignTensor { what: what() })
 }
 
 /// Allocates a tensor from a pool, or from the one that the routes name.

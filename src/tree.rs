@@ -202,7 +202,8 @@ impl<D: Device> GraphTrees<D> {
     /// same work each time for the same key and inputs of the same lengths; a replay repeats what the recording did.
     ///
     /// # Errors
-    /// [`Error::Inputs`] where a position is declared twice, or a bound tensor is an output of this tree.
+    /// [`Error::Inputs`] where a position is declared twice, or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
+    /// [`Error::StaticDied`] where it is gone; [`Error::ShutDown`].
     pub fn register<F>(&self, spec: FunctionSpec<D>, body: F) -> Result<Function>
     where
         F: Fn(&mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync + 'static,
@@ -243,6 +244,7 @@ impl<D: Device> GraphTrees<D> {
             let Some(storage) = tensor.storage() else {
                 continue;
             };
+            self.inner.refuse_input(&name, *position, &tensor)?;
             if storage.in_pool(&self.inner.pool) {
                 let detail = format!(
                     "input {position} is an output of this tree, whose memory is reused: pass it to run, or bind a tensor from outside"
@@ -494,7 +496,10 @@ impl<D: Device> Inner<D> {
         if state.down {
             return Err(Error::ShutDown);
         }
-        if self.captures(stream)? {
+        if self
+            .captures(stream)
+            .map_err(|e| self.not_asked(stream, e))?
+        {
             return self.inline(state, (function, key), stream, args, out, at);
         }
         if self.untidy.load(Ordering::Acquire) {
@@ -510,6 +515,16 @@ impl<D: Device> Inner<D> {
             out,
             at,
         )
+    }
+
+    /// Why a stream's capture could not be asked for.
+    #[cold]
+    fn not_asked(&self, stream: &D::Stream, error: Error) -> Error {
+        if self.allocator.device().owns(stream) {
+            error
+        } else {
+            Error::ForeignStream
+        }
     }
 
     /// Chooses what to do, and does it.
@@ -579,6 +594,9 @@ impl<D: Device> Inner<D> {
             fed: &fed,
             at,
         };
+        if !matches!(choice, Choice::Replay(_)) {
+            self.refuse_foreign(name, call.args)?;
+        }
         if let Some(reason) = choice.reason() {
             if state.refused & reason.kind().bit() != 0 {
                 let function = name.clone();

@@ -13,7 +13,9 @@ use crate::pool::{
 };
 use crate::storage::{Birth, Source, Storage, Tensor};
 
-use super::{CustomBacking, Elsewhere, Memory, PoolKey, Shared, alloc_in, with_pool};
+use super::{
+    CustomBacking, Elsewhere, Memory, PoolKey, Shared, alloc_in, refuse_tensor, with_pool,
+};
 
 /// A pool's number within its allocator, in order of creation; 0 is the default pool. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -101,7 +103,7 @@ impl<D: Device> PoolHandle<D> {
     /// Allocates from this pool, whatever the routes say.
     ///
     /// # Errors
-    /// [`PoolError::OutOfMemory`], with the pool as it was.
+    /// [`PoolError::OutOfMemory`], [`Error::ForeignStream`](crate::Error::ForeignStream), with the pool as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
         alloc_in(
@@ -179,7 +181,8 @@ impl<D: Device> PoolHandle<D> {
     /// # Errors
     /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage, or the
     /// storage is not this pool's; [`PoolError::AdoptedTwice`] for two tensors at one address; [`Error::Stale`](crate::Error::Stale);
-    /// [`Error::UsedElsewhere`](crate::Error::UsedElsewhere). Nothing has changed then.
+    /// [`Error::UsedElsewhere`](crate::Error::UsedElsewhere); [`Error::ForeignTensor`](crate::Error::ForeignTensor) and
+    /// [`Error::ForeignStream`](crate::Error::ForeignStream). Nothing has changed then.
     pub fn restore(
         &self,
         stream: &D::Stream,
@@ -187,11 +190,15 @@ impl<D: Device> PoolHandle<D> {
         adopt: &[&Tensor<D>],
         unclaimed: Unclaimed,
     ) -> Result<PoolRestored> {
+        self.shared.refuse_stream(stream)?;
         self.refuse_used()?;
         let mut entries = Vec::with_capacity(adopt.len());
         let mut storages = Vec::with_capacity(adopt.len());
         for (index, tensor) in adopt.iter().enumerate() {
             tensor.check()?;
+            refuse_tensor(&self.shared.device, tensor, || {
+                format!("tensor {index} of those that are to adopt")
+            })?;
             let absent = PoolError::AdoptNotInCheckpoint {
                 index,
                 saved: Allocation::EMPTY,

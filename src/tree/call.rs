@@ -11,7 +11,7 @@ use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
 use super::recorder::{Recorder, Said};
 use super::{Inner, State};
-use crate::allocator::{Born, PoolHandle};
+use crate::allocator::{Born, PoolHandle, refuse_tensor};
 use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
 use crate::pool::Allocation;
@@ -155,6 +155,37 @@ impl<D: Device> Inner<D> {
             self.pool.let_go(Some(*block));
         }
         lent
+    }
+
+    /// Refuses inputs of another device. Before anything is enqueued for them.
+    #[cold]
+    pub(super) fn refuse_foreign(&self, name: &Arc<str>, args: &[Arg<'_, D>]) -> Result<()> {
+        let mut tensors = args.iter().enumerate();
+        tensors.try_for_each(|(index, arg)| match arg.tensor() {
+            Some(tensor) => self.refuse_input(name, index, tensor),
+            None => Ok(()),
+        })
+    }
+
+    #[inline]
+    pub(super) fn refuse_input(
+        &self,
+        name: &Arc<str>,
+        index: usize,
+        tensor: &Tensor<D>,
+    ) -> Result<()> {
+        refuse_tensor(self.allocator.device(), tensor, || {
+            format!("input {index} of {name}")
+        })
+    }
+
+    /// Refuses outputs that cannot be handed out, whatever they are.
+    pub(super) fn check_outputs(&self, name: &Arc<str>, outputs: &[Tensor<D>]) -> Result<()> {
+        outputs.iter().enumerate().try_for_each(|(index, output)| {
+            output.check()?;
+            let what = || format!("output {index} of {name}");
+            refuse_tensor(self.allocator.device(), output, what)
+        })
     }
 
     /// Puts the inputs into the closure's hands, by position. Given outputs of the path go with them.
@@ -325,8 +356,8 @@ impl<D: Device> Inner<D> {
             slots: Vec::new(),
             first: Vec::new(),
         };
+        self.check_outputs(call.name, outputs)?;
         for (index, output) in outputs.iter().enumerate() {
-            output.check()?;
             let spec =
                 self.sort_output(function, call, inputs, output, index, born, &mut sorted)?;
             sorted.specs.push(spec);

@@ -15,7 +15,6 @@ use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
 use crate::device::{Device, DevicePtr, GatherSlot};
 use crate::error::{Phase, Result};
-use crate::storage::Tensor;
 use crate::sync::MutexGuard;
 
 impl<D: Device> Inner<D> {
@@ -55,7 +54,7 @@ impl<D: Device> Inner<D> {
                 std::panic::resume_unwind(panic);
             }
         };
-        if let Err(error) = outputs.iter().try_for_each(Tensor::check) {
+        if let Err(error) = self.check_outputs(call.name, &outputs) {
             // They, and the values, are dropped without the lock.
             drop(state);
             return Err(error);

@@ -71,6 +71,7 @@ impl<D: Device> Inner<D> {
     ) -> Result<()> {
         let span = debug_span!("inline", function = %function.name());
         let _entered = span.enter();
+        self.refuse_foreign(function.shared_name(), args)?;
         // Not dropped under the lock.
         let bound = state.functions[key].hold_bound();
         let state = state;
@@ -91,7 +92,7 @@ impl<D: Device> Inner<D> {
                 std::panic::resume_unwind(panic);
             }
         };
-        let checked = outputs.iter().try_for_each(Tensor::check);
+        let checked = self.check_outputs(function.shared_name(), &outputs);
         state.counts.inlined += u64::from(checked.is_ok());
         // Whatever is dropped from here on may be the caller's.
         drop(state);

@@ -65,8 +65,9 @@ impl<D: Device> Inner<D> {
         let mut bound = SmallVec::new();
         let launched = self
             .hold_returned(&state.nodes[key], &call, &mut bound)
+            .and_then(|()| self.find_sources(&mut state.nodes[key], &call))
             .and_then(|()| self.order(&mut state, call.stream))
-            .and_then(|()| self.launch(&mut state.nodes[key], &call));
+            .and_then(|()| self.launch(&state.nodes[key], call.stream));
         let state = &mut *state;
         let node = &mut state.nodes[key];
         if let Err(error) = launched {
@@ -171,14 +172,24 @@ impl<D: Device> Inner<D> {
         Ok(())
     }
 
-    /// Hands the addresses of the moving inputs over with the launch.
-    fn launch(&self, node: &mut Node<D>, call: &Call<'_, '_, D>) -> Result<()> {
+    /// The addresses of the moving inputs. (What is used in place lies where it lay, and so on this device.)
+    #[inline]
+    fn find_sources(&self, node: &mut Node<D>, call: &Call<'_, '_, D>) -> Result<()> {
         node.sources.clear();
         for index in &node.copied {
-            node.sources
-                .extend(call.args[*index as usize].tensor().map(Tensor::address));
+            let index = *index as usize;
+            if let Some(tensor) = call.args[index].tensor() {
+                self.refuse_input(call.name, index, tensor)?;
+                node.sources.push(tensor.address());
+            }
         }
+        Ok(())
+    }
+
+    /// Hands them over with the launch.
+    #[inline]
+    fn launch(&self, node: &Node<D>, stream: &D::Stream) -> Result<()> {
         let device = self.allocator.device();
-        Ok(device.launch_graph(&node.graph.exec, call.stream, &node.sources)?)
+        Ok(device.launch_graph(&node.graph.exec, stream, &node.sources)?)
     }
 }
