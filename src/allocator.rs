@@ -279,8 +279,30 @@ impl<D: Device> Shared<D> {
         }
     }
 
+    /// Allocates once more where the device is out of memory: after what is dead and still in use on other streams, whose work is waited for; then after a
+    /// trim, for which all work is.
+    #[cold]
+    fn alloc_after_waiting(
+        &self,
+        books: &mut Books<D>,
+        pool: PoolKey,
+        stream: StreamId,
+        bytes: u64,
+        tag: Tag,
+    ) -> Result<Allocation> {
+        if books.wait_for_deferred(&self.device)?
+            && let Ok(block) = books.pools[pool].pool.alloc(stream, bytes, tag)
+        {
+            return Ok(block);
+        }
+        self.device.synchronize_device()?;
+        books.free_deferred(&self.device);
+        books.trim()?;
+        Ok(books.pools[pool].pool.alloc(stream, bytes, tag)?)
+    }
+
     /// Allocates from a pool, or from the one that the routes name (looked up under the same lock, so that it is there still);
-    /// where the device is out of memory and nothing captures, once more after a trim.
+    /// where the device is out of memory and nothing captures, once more after that was waited for.
     fn alloc_block(
         &self,
         pool: Option<PoolKey>,
@@ -307,10 +329,7 @@ impl<D: Device> Shared<D> {
                 if books.captures.is_empty()
                     && matches!(self.device.capture_status(stream), Ok(CaptureStatus::None)) =>
             {
-                self.device.synchronize_device()?;
-                books.free_deferred(&self.device);
-                books.trim()?;
-                books.pools[pool].pool.alloc(StreamId(id), bytes, tag)?
+                self.alloc_after_waiting(&mut books, pool, StreamId(id), bytes, tag)?
             }
             other => other?,
         };

@@ -30,11 +30,11 @@ suite!(
 use Phase::{Eager, Inline, Record, Replay, Warmup};
 
 /// Does something when it is dropped.
-struct Keeper(Arc<Mutex<Option<Box<dyn FnOnce() + Send>>>>);
+struct Keeper(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
 impl Keeper {
     fn new(then: impl FnOnce() + Send + 'static) -> Self {
-        Keeper(Arc::new(Mutex::new(Some(Box::new(then)))))
+        Keeper(Mutex::new(Some(Box::new(then))))
     }
 }
 
@@ -313,9 +313,9 @@ fn an_error_of_the_closure_may_ask_the_tree<D: Device>(rig: Rig<D>) {
 fn a_closure_that_chooses_keys_may_ask_the_tree<D: Device>(rig: Rig<D>) {
     let inner = rig.scale_add("inner", 1.0, 0.0);
     let x = rig.floats(&[1.0; 4]);
-    let (trees, stream, asked) = (rig.trees.clone(), rig.stream.clone(), Arc::default());
-    let (g, y, says): (_, _, Arc<Mutex<Vec<(i64, bool)>>>) =
-        (inner.clone(), x.clone(), Arc::clone(&asked));
+    let (trees, stream) = (rig.trees.clone(), rig.stream.clone());
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let (g, y, says) = (inner.clone(), x.clone(), asked.clone());
     let spec = FunctionSpec::new("f").capture_if(move |key| {
         let _asked = trees.counts();
         let nested = run_alone(&trees, &g, &stream, &y);

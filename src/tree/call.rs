@@ -320,8 +320,9 @@ impl<D: Device> Inner<D> {
             allocator: &self.allocator,
             said: Said::default(),
         };
-        let call = || {
-            body(&mut recorder, inputs).map_err(|source| {
+        let call = || match body(&mut recorder, inputs) {
+            Ok(outputs) => Outcome::Returned(outputs, std::mem::take(&mut recorder.said)),
+            Err(source) => {
                 let function = name.clone();
                 let error = Error::Function {
                     function,
@@ -329,16 +330,12 @@ impl<D: Device> Inner<D> {
                     source,
                 };
                 let blame = (phase == Phase::Record).then(|| Blame::of(&error));
-                (error, blame.unwrap_or_default())
-            })
+                Outcome::Failed(error, blame.unwrap_or_default())
+            }
         };
-        let result = catch_unwind(AssertUnwindSafe(call));
+        let outcome = catch_unwind(AssertUnwindSafe(call));
         drop(route);
-        match result {
-            Ok(Ok(outputs)) => Outcome::Returned(outputs, recorder.said),
-            Ok(Err((error, blame))) => Outcome::Failed(error, blame),
-            Err(panic) => Outcome::Panicked(panic),
-        }
+        outcome.unwrap_or_else(Outcome::Panicked)
     }
 
     /// Says of each output what it is, and finds what the closure kept without returning it.
