@@ -10,6 +10,7 @@ mod routes;
 mod uses;
 
 use std::fmt;
+use std::ops::{Deref, DerefMut};
 use std::panic::Location;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,7 +25,7 @@ use crate::pool::{
 };
 use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::thread::{self, ThreadId};
-use crate::sync::{AtomicU64, Mutex, lock};
+use crate::sync::{AtomicU64, Mutex, MutexGuard, lock};
 use backing::PoolBacking;
 use routes::Routes;
 use uses::Deferred;
@@ -68,6 +69,36 @@ struct Books<D: Device> {
     /// Events of theirs, to be used again.
     spare: Vec<D::Event>,
     next_pool: u32,
+    /// Pools that nobody can reach any more: their backings may be the caller's, and are dropped when the lock is free.
+    gone: Vec<Entry<D>>,
+}
+
+/// The books, locked. What goes meanwhile is dropped after the lock: the fields are dropped in this order.
+struct Held<'a, D: Device> {
+    books: MutexGuard<'a, Books<D>>,
+    gone: Vec<Entry<D>>,
+}
+
+impl<D: Device> Drop for Held<'_, D> {
+    fn drop(&mut self) {
+        if !self.books.gone.is_empty() {
+            self.gone = std::mem::take(&mut self.books.gone);
+        }
+    }
+}
+
+impl<D: Device> Deref for Held<'_, D> {
+    type Target = Books<D>;
+
+    fn deref(&self) -> &Books<D> {
+        &self.books
+    }
+}
+
+impl<D: Device> DerefMut for Held<'_, D> {
+    fn deref_mut(&mut self) -> &mut Books<D> {
+        &mut self.books
+    }
 }
 
 /// A capture underway.
@@ -109,7 +140,6 @@ impl<D: Device> Clone for Memory<D> {
 }
 
 impl<D: Device> Memory<D> {
-    #[cfg(feature = "cuda-any")]
     pub(crate) fn device(&self) -> &D {
         &self.shared.device
     }
@@ -126,7 +156,7 @@ impl<D: Device> Memory<D> {
         born: u64,
         uses: Uses<D>,
     ) {
-        let (mut books, device) = (lock(&self.shared.books), &self.shared.device);
+        let (mut books, device) = (self.shared.books(), &self.shared.device);
         if uses.is_empty() {
             books.free(device, self.pool, block, stream, born);
         } else {
@@ -136,7 +166,9 @@ impl<D: Device> Memory<D> {
 
     /// Notes that a storage here is used on a stream from now on.
     pub(crate) fn note_use(&self, stream: &D::Stream) -> Use<D> {
-        lock(&self.shared.books).note_use(&self.shared.device, self.pool, stream)
+        self.shared
+            .books()
+            .note_use(&self.shared.device, self.pool, stream)
     }
 }
 
@@ -204,7 +236,7 @@ impl<D: Device> Books<D> {
                 .get(key)
                 .is_some_and(|e| e.uses == 0 && e.pool.stats().segments.current == 0)
         {
-            self.pools.remove(key);
+            self.gone.extend(self.pools.remove(key));
         }
     }
 
@@ -227,12 +259,50 @@ impl<D: Device> Books<D> {
 }
 
 impl<D: Device> Shared<D> {
+    fn books(&self) -> Held<'_, D> {
+        Held {
+            books: lock(&self.books),
+            gone: Vec::new(),
+        }
+    }
+
     pub(crate) fn next_storage(&self) -> StorageId {
         StorageId(self.storages.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Refuses a stream of another device: its number would be taken for one of ours.
+    fn refuse_stream(&self, stream: &D::Stream) -> Result<()> {
+        if self.device.owns(stream) {
+            Ok(())
+        } else {
+            Err(Error::ForeignStream)
+        }
+    }
+
+    /// Allocates once more where the device is out of memory: after what is dead and still in use on other streams, whose work is waited for; then after a
+    /// trim, for which all work is.
+    #[cold]
+    fn alloc_after_waiting(
+        &self,
+        books: &mut Books<D>,
+        pool: PoolKey,
+        stream: StreamId,
+        bytes: u64,
+        tag: Tag,
+    ) -> Result<Allocation> {
+        if books.wait_for_deferred(&self.device)?
+            && let Ok(block) = books.pools[pool].pool.alloc(stream, bytes, tag)
+        {
+            return Ok(block);
+        }
+        self.device.synchronize_device()?;
+        books.free_deferred(&self.device);
+        books.trim()?;
+        Ok(books.pools[pool].pool.alloc(stream, bytes, tag)?)
+    }
+
     /// Allocates from a pool, or from the one that the routes name (looked up under the same lock, so that it is there still);
-    /// where the device is out of memory and nothing captures, once more after a trim.
+    /// where the device is out of memory and nothing captures, once more after that was waited for.
     fn alloc_block(
         &self,
         pool: Option<PoolKey>,
@@ -240,7 +310,8 @@ impl<D: Device> Shared<D> {
         bytes: u64,
         tag: Tag,
     ) -> Result<Handed<D>> {
-        let mut books = lock(&self.books);
+        self.refuse_stream(stream)?;
+        let mut books = self.books();
         books.free_deferred(&self.device);
         let id = self.device.stream_id(stream);
         let capture = books.capture_of(&self.device, stream);
@@ -258,10 +329,7 @@ impl<D: Device> Shared<D> {
                 if books.captures.is_empty()
                     && matches!(self.device.capture_status(stream), Ok(CaptureStatus::None)) =>
             {
-                self.device.synchronize_device()?;
-                books.free_deferred(&self.device);
-                books.trim()?;
-                books.pools[pool].pool.alloc(StreamId(id), bytes, tag)?
+                self.alloc_after_waiting(&mut books, pool, StreamId(id), bytes, tag)?
             }
             other => other?,
         };
@@ -356,6 +424,7 @@ impl<D: Device> Allocator<D> {
             deferred: Vec::new(),
             spare: Vec::new(),
             next_pool: 1,
+            gone: Vec::new(),
         };
         Ok(Allocator {
             shared: Arc::new(Shared {
@@ -377,13 +446,14 @@ impl<D: Device> Allocator<D> {
     /// The bytes are undefined. Zero bytes give the empty tensor.
     ///
     /// # Errors
-    /// [`PoolError::OutOfMemory`] carries the size and the pool's state; the pool is as it was.
+    /// [`PoolError::OutOfMemory`] carries the size and the pool's state; [`Error::ForeignStream`]. The pool is as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
         alloc_in(&self.shared, None, stream, bytes, Location::caller())
     }
 
-    /// A tensor over memory of the caller's own; `keeper` is dropped when the last handle is gone.
+    /// A tensor over memory of the caller's own, which this allocator's device can reach; `keeper` is dropped when the last handle is gone, and never while a
+    /// lock of this crate is held: it may call allocator and tree.
     #[track_caller]
     pub fn import(
         &self,
@@ -393,6 +463,7 @@ impl<D: Device> Allocator<D> {
     ) -> Tensor<D> {
         let id = self.shared.next_storage();
         let source = Source::Imported {
+            device: self.shared.device.clone(),
             _keeper: Box::new(keeper),
         };
         Tensor::first(Storage::unowned(id, ptr, bytes, source, Location::caller()))
@@ -417,7 +488,7 @@ impl<D: Device> Allocator<D> {
             None => PoolBacking::device(self.shared.device.clone()),
         };
         let pool = Pool::new(options.config, backing)?;
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let id = PoolId(books.next_pool);
         books.next_pool += 1;
         let key = books.pools.insert(Entry {
@@ -439,7 +510,7 @@ impl<D: Device> Allocator<D> {
 
     /// A handle on the default pool, for runs outside of a tree's.
     pub(crate) fn default_pool(&self) -> PoolHandle<D> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let key = books.default;
         books.pools[key].uses += 1;
         PoolHandle {
@@ -454,7 +525,7 @@ impl<D: Device> Allocator<D> {
     /// # Errors
     /// [`Error::UnknownPool`], also for the default pool: it is trimmed whoever uses it, so no graph may capture into it; [`Error::PoolReleased`] where its last user is gone.
     pub fn pool(&self, id: PoolId) -> Result<PoolHandle<D>> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let (key, entry) = books
             .pools
             .iter_mut()
@@ -477,7 +548,7 @@ impl<D: Device> Allocator<D> {
     /// # Errors
     /// [`Error::CaptureUnderway`], with nothing done: waiting would break the capture.
     pub fn trim(&self) -> Result<Trimmed> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         if !books.captures.is_empty() {
             return Err(Error::CaptureUnderway {
                 captures: books.captures.len(),
@@ -491,21 +562,21 @@ impl<D: Device> Allocator<D> {
     /// The default pool's statistics.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        let books = lock(&self.shared.books);
+        let books = self.shared.books();
         books.pools[books.default].pool.stats()
     }
 
     /// The default pool's blocks.
     #[must_use]
     pub fn snapshot(&self) -> PoolSnapshot {
-        let books = lock(&self.shared.books);
+        let books = self.shared.books();
         books.pools[books.default].pool.snapshot()
     }
 
     /// The private pools that still exist: id, users, statistics.
     #[must_use]
     pub fn private_pools(&self) -> Vec<(PoolId, usize, PoolStats)> {
-        let books = lock(&self.shared.books);
+        let books = self.shared.books();
         let mut all: Vec<_> = books
             .pools
             .iter()
@@ -528,9 +599,10 @@ impl<D: Device> Allocator<D> {
     /// Routes allocations for `stream`, from whatever thread, to `pool` until the guard is dropped.
     ///
     /// # Errors
-    /// [`Error::ForeignPool`].
+    /// [`Error::ForeignPool`]; [`Error::ForeignStream`].
     pub fn route_stream(&self, stream: &D::Stream, pool: &PoolHandle<D>) -> Result<RouteGuard<D>> {
         self.own(pool)?;
+        self.shared.refuse_stream(stream)?;
         Ok(RouteGuard::stream(
             &self.shared,
             self.shared.device.stream_id(stream),
@@ -574,7 +646,7 @@ impl<D: Device> Allocator<D> {
             made: Vec::new(),
             pools: Vec::new(),
         };
-        lock(&self.shared.books).captures.push(underway);
+        self.shared.books().captures.push(underway);
         serial
     }
 
@@ -584,7 +656,7 @@ impl<D: Device> Allocator<D> {
     /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
     /// allocations themselves are in the graph, or lost with it.
     pub(crate) fn leave_capture(&self, serial: u64) -> Vec<PoolHandle<D>> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
             return Vec::new();
         };
@@ -608,6 +680,24 @@ impl<D: Device> Allocator<D> {
         };
         ended.pools.into_iter().map(handle).collect()
     }
+}
+
+/// Refuses a tensor of another device; of another allocator of the same one it may be.
+#[inline]
+pub(crate) fn refuse_tensor<D: Device>(
+    device: &D,
+    tensor: &Tensor<D>,
+    what: impl FnOnce() -> String,
+) -> Result<()> {
+    match tensor.storage() {
+        Some(storage) if !storage.device().is_same(device) => foreign(what),
+        _ => Ok(()),
+    }
+}
+
+#[cold]
+fn foreign(what: impl FnOnce() -> String) -> Result<()> {
+    Err(Error::ForeignTensor { what: what() })
 }
 
 /// Allocates a tensor from a pool, or from the one that the routes name.
@@ -656,7 +746,7 @@ impl<D: Device> Clone for Allocator<D> {
 
 impl<D: Device> fmt::Debug for Allocator<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let books = lock(&self.shared.books);
+        let books = self.shared.books();
         f.debug_struct("Allocator")
             .field("pools", &books.pools.len())
             .field("captures", &books.captures.len())
@@ -670,8 +760,12 @@ fn with_pool<D: Device, T>(
     key: PoolKey,
     f: impl FnOnce(&mut Pool<PoolBacking<D>>) -> T,
 ) -> T {
-    f(&mut lock(&shared.books).pools[key].pool)
+    f(&mut shared.books().pools[key].pool)
 }
 
 /// A custom source of a pool's memory, as [`PoolOptions::backing`] takes it.
+///
+/// Its methods are called while the allocator's lock is held, and a tree's besides where a run allocates: they call neither allocator nor tree, drop
+/// none of their handles (tensors, pools, functions), and wait for no thread that may do so. What a backing owns may be such handles: it is dropped without the
+/// allocator's lock, so tensors and pools there are fine. Of trees it owns nothing: where a run finds the device out of memory, it may be dropped under that tree's lock.
 pub type CustomBacking = Box<dyn Backing + Send>;

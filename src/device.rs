@@ -171,6 +171,12 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// What the device is.
     fn info(&self) -> DeviceInfo;
 
+    /// Whether the other is this device: addresses and streams of one are the other's. Clones are the same device.
+    fn is_same(&self, other: &Self) -> bool;
+
+    /// Whether the stream is one of this device's. Calls on a stream that is not are refused.
+    fn owns(&self, stream: &Self::Stream) -> bool;
+
     /// How much physical memory there is.
     fn memory_info(&self) -> Result<MemoryInfo>;
 

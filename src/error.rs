@@ -57,6 +57,19 @@ pub enum Error {
     #[error("the pool belongs to another allocator; pools are shared within one allocator only")]
     ForeignPool,
 
+    /// The tensor lies on another device than the one that is to work with it. Nothing was enqueued for it.
+    #[error(
+        "{what} lies on another device: read it there and write it to a tensor of this one; or import its memory, if this device can reach that"
+    )]
+    ForeignTensor {
+        /// Which tensor.
+        what: String,
+    },
+
+    /// The stream belongs to another device than the one that is to work on it.
+    #[error("the stream belongs to another device: use one that this device gave")]
+    ForeignStream,
+
     /// Tensors of the pool died while work of other streams, named by [`record_stream`](crate::Tensor::record_stream), still uses them.
     #[error(
         "{blocks} dead block(s) of pool {pool} are in use on streams that record_stream named: synchronize those, then restore"

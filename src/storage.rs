@@ -132,7 +132,11 @@ pub(crate) enum Source<D: Device> {
     /// A pool of the allocator.
     Pool(Memory<D>),
     /// The caller's own memory, and what keeps it alive.
-    Imported { _keeper: Box<dyn Any + Send + Sync> },
+    Imported {
+        /// The device that can reach it.
+        device: D,
+        _keeper: Box<dyn Any + Send + Sync>,
+    },
 }
 
 /// When and where a storage comes to be.
@@ -284,6 +288,14 @@ impl<D: Device> Storage<D> {
         match &self.source {
             Source::Pool(memory) => Some(memory),
             Source::Imported { .. } => None,
+        }
+    }
+
+    /// The device it lies on.
+    pub(crate) fn device(&self) -> &D {
+        match &self.source {
+            Source::Pool(memory) => memory.device(),
+            Source::Imported { device, .. } => device,
         }
     }
 

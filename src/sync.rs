@@ -25,7 +25,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 /// Takes the lock, whether or not a thread panicked while it held it: nothing here is left half done by a panic,
-/// since no caller's code runs under a lock.
+/// since no code of the caller's runs under a lock (but a backing's methods).
 #[cfg(not(loom))]
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

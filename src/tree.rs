@@ -31,7 +31,7 @@ mod warmup;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::panic::Location;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -45,7 +45,7 @@ use crate::pool::Checkpoint;
 use crate::storage::{Storage, Tensor};
 use crate::sync::thread::{self, ThreadId};
 use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock};
-use call::{Call, inputs_error};
+use call::{Call, drop_given, inputs_error};
 use decide::{Choice, Place};
 use function::{Bound, FunctionState};
 use generation::Generations;
@@ -53,7 +53,7 @@ use inline::Inlined;
 use node::Node;
 use path::{Entry, Fed, Intake};
 use record::Failure;
-use remove::{Registry, Tidied};
+use remove::{Buried, Registry, Tidied};
 use replay::Taken;
 
 pub use admit::Mismatch;
@@ -147,6 +147,8 @@ struct State<D: Device> {
     leaving: Vec<FunctionKey>,
     /// What was not said yet.
     advice: Vec<Advice>,
+    /// What is the caller's and is to be dropped when the lock is free.
+    buried: Vec<Buried>,
     /// Why the last capture that failed did.
     last_failure: Option<Failure>,
 }
@@ -201,7 +203,8 @@ impl<D: Device> GraphTrees<D> {
     /// same work each time for the same key and inputs of the same lengths; a replay repeats what the recording did.
     ///
     /// # Errors
-    /// [`Error::Inputs`] where a position is declared twice, or a bound tensor is an output of this tree.
+    /// [`Error::Inputs`] where a position is declared twice, or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
+    /// [`Error::StaticDied`] where it is gone; [`Error::ShutDown`].
     pub fn register<F>(&self, spec: FunctionSpec<D>, body: F) -> Result<Function>
     where
         F: Fn(&mut Recorder<'_, D>, Inputs<D>) -> BodyResult<D> + Send + Sync + 'static,
@@ -242,6 +245,7 @@ impl<D: Device> GraphTrees<D> {
             let Some(storage) = tensor.storage() else {
                 continue;
             };
+            self.inner.refuse_input(&name, *position, &tensor)?;
             if storage.in_pool(&self.inner.pool) {
                 let detail = format!(
                     "input {position} is an output of this tree, whose memory is reused: pass it to run, or bind a tensor from outside"
@@ -420,7 +424,10 @@ impl<D: Device> Inner<D> {
         if state.down {
             return Err(Error::ShutDown);
         }
-        if self.captures(stream)? {
+        if self
+            .captures(stream)
+            .map_err(|e| self.not_asked(stream, e))?
+        {
             return self.inline(state, (function, key), stream, args, out, at);
         }
         if self.untidy.load(Ordering::Acquire) {
@@ -438,12 +445,22 @@ impl<D: Device> Inner<D> {
         )
     }
 
+    /// Why a stream's capture could not be asked for.
+    #[cold]
+    fn not_asked(&self, stream: &D::Stream, error: Error) -> Error {
+        if self.allocator.device().owns(stream) {
+            error
+        } else {
+            Error::ForeignStream
+        }
+    }
+
     /// Chooses what to do, and does it.
     #[inline(always)] // one caller, and on the path of every replay
     #[allow(clippy::too_many_arguments)] // as above
-    fn decided(
-        &self,
-        mut state: MutexGuard<'_, State<D>>,
+    fn decided<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
         (function, key): (&Function, FunctionKey),
         step: &Step,
         variant_key: &[i64],
@@ -453,6 +470,14 @@ impl<D: Device> Inner<D> {
         at: &'static Location<'static>,
     ) -> Result<()> {
         let name = function.shared_name();
+        let variant = match state.functions[key].variant(variant_key) {
+            Some(variant) => variant,
+            None => {
+                let added;
+                (state, added) = self.add_variant(state, key, variant_key);
+                added
+            }
+        };
         // Before generations end: their outputs may be inputs here.
         let mut gives = false;
         for arg in &*args {
@@ -469,8 +494,12 @@ impl<D: Device> Inner<D> {
             }
             fed = self.retire(&mut state, key, ended, args, name, at);
         }
-        state.functions[key].check_bound()?;
-        let variant = state.functions[key].variant_or_new(variant_key);
+        if state.functions[key].lost_bound() {
+            let held = state.functions[key].hold_bound();
+            let error = state.functions[key].bound_error(&held);
+            self.bury(&mut state, held);
+            return Err(error);
+        }
         let (choice, taken) = loop {
             let choice = state.choose(
                 key,
@@ -493,12 +522,15 @@ impl<D: Device> Inner<D> {
             name,
             generation: step.number(),
             stream,
-            args,
+            args: &mut *args,
             gives,
             demoted: &[],
             fed: fed.as_deref().unwrap_or_default(),
             at,
         };
+        if !matches!(choice, Choice::Replay(_)) {
+            self.refuse_foreign(name, call.args)?;
+        }
         if let Some(reason) = choice.reason() {
             if state.refused & reason.kind().bit() != 0 {
                 let function = name.clone();
@@ -510,15 +542,46 @@ impl<D: Device> Inner<D> {
             self.answered(&mut state, key, reason);
         }
         match choice {
-            Choice::Replay(node) => self.replay(state, node, call, &taken, out),
+            Choice::Replay(node) => self.replay(state, node, call, &taken, out)?,
             Choice::Record(reason, demoted) => {
                 call.demoted = &demoted;
-                self.record(state, call, reason, out)
+                self.record(state, call, reason, out)?;
             }
-            Choice::Warmup(reason) => self.warmup(state, call, reason, out),
-            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out),
-            Choice::Refuse(error) => Err(*error),
+            Choice::Warmup(reason) => self.warmup(state, call, reason, out)?,
+            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out)?,
+            Choice::Refuse(error) => return Err(*error),
         }
+        if gives {
+            drop_given(args);
+        }
+        Ok(())
+    }
+
+    /// A variant for a key that a function has not been run with. Whether it is captured, a closure of the caller's may say.
+    #[cold]
+    fn add_variant<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        function: FunctionKey,
+        key: &[i64],
+    ) -> (MutexGuard<'s, State<D>>, usize) {
+        let wanted = match state.functions[function].keys.contain(key) {
+            Ok(wanted) => wanted,
+            Err(ask) => {
+                let asked;
+                (state, asked) =
+                    self.unlocked(state, || catch_unwind(AssertUnwindSafe(|| ask(key))));
+                match asked {
+                    Ok(wanted) => wanted,
+                    Err(panic) => {
+                        drop(state);
+                        std::panic::resume_unwind(panic);
+                    }
+                }
+            }
+        };
+        let variant = state.functions[function].add_variant(key, wanted);
+        (state, variant)
     }
 
     /// Ends the generations whose tokens were dropped; what of them this call copies in.
@@ -610,6 +673,7 @@ impl<D: Device> State<D> {
             refused: 0,
             leaving: Vec::new(),
             advice: Vec::new(),
+            buried: Vec::new(),
             last_failure: None,
         }
     }

@@ -4,7 +4,7 @@ mod common;
 use common::{Rig, on_cuda};
 use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::{CaptureMode, CaptureStatus, Code, Device, DeviceError};
-use cudagraph_trees::pool::Unclaimed;
+use cudagraph_trees::pool::{PoolError, Unclaimed};
 use cudagraph_trees::{
     CaptureOptions, Error, FunctionSpec, Graph, Phase, PoolOptions, Tensor, lend,
 };
@@ -50,6 +50,106 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
         .chunks_exact(4)
         .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
         .collect()
+}
+
+/// A device with memory for a few blocks of 4 MiB, each a segment of its own.
+fn small(seed: u64) -> Rig<HostDevice> {
+    let device = HostDevice::builder().memory(24 << 20).seed(seed).build();
+    Rig::new(device.unwrap())
+}
+
+const BLOCK: u64 = 4 << 20;
+
+#[test]
+fn stream_09_what_waits_for_another_stream_is_waited_for_where_the_device_has_no_more() {
+    for seed in 0..4 {
+        let rig = small(seed);
+        let d = &rig.device;
+        let sides = [d.create_stream().unwrap(), d.create_stream().unwrap()];
+        let busy = rig.floats(&[0.0; 16]);
+        let sums: Vec<_> = (0..100).map(|_| rig.floats(&[0.0; 4])).collect();
+        d.synchronize(&rig.stream).unwrap();
+        for (round, sum) in sums.iter().enumerate() {
+            let x = rig.allocator.alloc(&rig.stream, BLOCK).unwrap();
+            rig.put(&x.view(0, 16).unwrap(), &[round as f32; 4]);
+            let side = &sides[round % 2];
+            copy_late(&rig, side, &busy, sum, &x);
+            x.record_stream(side).unwrap();
+        }
+        assert!(d.counts().mapped_bytes <= 24 << 20);
+        for side in &sides {
+            d.synchronize(side).unwrap();
+        }
+        for (round, sum) in sums.iter().enumerate() {
+            assert_eq!(rig.read(sum), [round as f32; 4], "seed {seed}");
+        }
+        drop((busy, sums));
+        rig.finish();
+    }
+}
+
+/// Of a private pool, which gives nothing back, as of the default pool; and what others capture meanwhile is not broken by the wait.
+#[test]
+fn stream_09_in_a_private_pool_beside_a_capture_of_others() {
+    for mode in [
+        CaptureMode::Global,
+        CaptureMode::ThreadLocal,
+        CaptureMode::Relaxed,
+    ] {
+        let rig = small(3);
+        let d = &rig.device;
+        let (side, theirs) = (d.create_stream().unwrap(), d.create_stream().unwrap());
+        let (busy, copy) = (rig.floats(&[0.0; 16]), rig.floats(&[0.0; 4]));
+        let pool = rig.allocator.create_pool(PoolOptions::default()).unwrap();
+        d.begin_capture(&theirs, mode).unwrap();
+        for _ in 0..20 {
+            let x = pool.alloc(&rig.stream, BLOCK).unwrap();
+            d.fill(&rig.stream, x.ptr().unwrap(), 0, 16).unwrap();
+            copy_late(&rig, &side, &busy, &copy, &x);
+            x.record_stream(&side).unwrap();
+        }
+        assert_eq!(d.capture_status(&theirs), Ok(CaptureStatus::Active));
+        drop(d.end_capture(&theirs).unwrap());
+        d.synchronize(&side).unwrap();
+        drop((busy, copy, pool));
+        // Looks once more at what is dead.
+        rig.allocator.trim().unwrap();
+        rig.finish();
+    }
+}
+
+#[test]
+fn stream_09_nothing_is_waited_for_while_something_captures() {
+    let rig = small(3);
+    let d = &rig.device;
+    let side = d.create_stream().unwrap();
+    let (busy, copy) = (rig.floats(&[0.0; 16]), rig.floats(&[0.0; 4]));
+    let take = || rig.allocator.alloc(&rig.stream, BLOCK);
+    let mut dead = Vec::new();
+    while let Ok(x) = take() {
+        d.fill(&rig.stream, x.ptr().unwrap(), 0, 16).unwrap();
+        dead.push(x);
+    }
+    for x in dead.drain(..) {
+        copy_late(&rig, &side, &busy, &copy, &x);
+        x.record_stream(&side).unwrap();
+    }
+    let input = rig.floats(&[3.0; 4]);
+    d.synchronize(&rig.stream).unwrap();
+    let third = d.create_stream().unwrap();
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&third).unwrap();
+    let refused = take().map(drop);
+    assert!(
+        matches!(refused, Err(Error::Pool(PoolError::OutOfMemory { .. }))),
+        "{refused:?}"
+    );
+    assert_eq!(d.capture_status(&third), Ok(CaptureStatus::Active));
+    capture.end().unwrap();
+    // Afterwards it is, and there is memory.
+    drop((take().unwrap(), busy, copy, input, graph));
+    d.synchronize_device().unwrap();
+    rig.finish();
 }
 
 /// What `other` read of a tensor whose memory was dropped and allocated again meanwhile.

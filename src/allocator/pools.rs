@@ -12,9 +12,10 @@ use crate::pool::{
     PoolStats, Restored, SegmentId, Tag, Unclaimed,
 };
 use crate::storage::{Birth, Source, Storage, Tensor};
-use crate::sync::lock;
 
-use super::{CustomBacking, Elsewhere, Memory, PoolKey, Shared, alloc_in, with_pool};
+use super::{
+    CustomBacking, Elsewhere, Memory, PoolKey, Shared, alloc_in, refuse_tensor, with_pool,
+};
 
 /// A pool's number within its allocator, in order of creation; 0 is the default pool. Never reused.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -96,13 +97,13 @@ impl<D: Device> PoolHandle<D> {
     /// How many graphs, captures, routes and handles use it, this one included.
     #[must_use]
     pub fn uses(&self) -> usize {
-        lock(&self.shared.books).pools[self.key].uses
+        self.shared.books().pools[self.key].uses
     }
 
     /// Allocates from this pool, whatever the routes say.
     ///
     /// # Errors
-    /// [`PoolError::OutOfMemory`], with the pool as it was.
+    /// [`PoolError::OutOfMemory`], [`Error::ForeignStream`](crate::Error::ForeignStream), with the pool as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
         alloc_in(
@@ -158,7 +159,7 @@ impl<D: Device> PoolHandle<D> {
 
     /// Frees the live block that starts at `ptr`, whoever owned it. False where there is none.
     pub fn free_at(&self, stream: &D::Stream, ptr: DevicePtr) -> bool {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let Some(block) = books.pools[self.key].pool.find(ptr.0) else {
             return false;
         };
@@ -180,7 +181,8 @@ impl<D: Device> PoolHandle<D> {
     /// # Errors
     /// [`PoolError::ForeignCheckpoint`]; [`PoolError::AdoptNotInCheckpoint`] where no live block of the checkpoint starts at a tensor's storage, or the
     /// storage is not this pool's; [`PoolError::AdoptedTwice`] for two tensors at one address; [`Error::Stale`](crate::Error::Stale);
-    /// [`Error::UsedElsewhere`](crate::Error::UsedElsewhere). Nothing has changed then.
+    /// [`Error::UsedElsewhere`](crate::Error::UsedElsewhere); [`Error::ForeignTensor`](crate::Error::ForeignTensor) and
+    /// [`Error::ForeignStream`](crate::Error::ForeignStream). Nothing has changed then.
     pub fn restore(
         &self,
         stream: &D::Stream,
@@ -188,11 +190,15 @@ impl<D: Device> PoolHandle<D> {
         adopt: &[&Tensor<D>],
         unclaimed: Unclaimed,
     ) -> Result<PoolRestored> {
+        self.shared.refuse_stream(stream)?;
         self.refuse_used()?;
         let mut entries = Vec::with_capacity(adopt.len());
         let mut storages = Vec::with_capacity(adopt.len());
         for (index, tensor) in adopt.iter().enumerate() {
             tensor.check()?;
+            refuse_tensor(&self.shared.device, tensor, || {
+                format!("tensor {index} of those that are to adopt")
+            })?;
             let absent = PoolError::AdoptNotInCheckpoint {
                 index,
                 saved: Allocation::EMPTY,
@@ -255,12 +261,12 @@ impl<D: Device> PoolHandle<D> {
 
     /// Of a tree's pool, the streams that the tree's next run waits for.
     pub(crate) fn elsewhere(&self) -> Option<Arc<Elsewhere<D>>> {
-        lock(&self.shared.books).pools[self.key].elsewhere.clone()
+        self.shared.books().pools[self.key].elsewhere.clone()
     }
 
     /// Refuses where dead blocks are in use on other streams still: nothing here knows what would be put in their place.
     fn refuse_used(&self) -> Result<()> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         books.free_deferred(&self.shared.device);
         match books.deferred_in(self.key) {
             0 => Ok(()),
@@ -295,7 +301,7 @@ impl<D: Device> PoolHandle<D> {
         taken: &[Allocation],
         unclaimed: Unclaimed,
     ) -> Result<Restored> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let pool = &mut books.pools[self.key].pool;
         // Of another pool's checkpoint no block is live here, so a restore that is refused has freed none.
         for block in taken {
@@ -317,7 +323,7 @@ impl<D: Device> PoolHandle<D> {
         adopt: &[Adopt],
         claim: &[Claim],
     ) -> Result<(Vec<Allocation>, Vec<Allocation>)> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let pool = &mut books.pools[self.key].pool;
         let restored = pool.restore(checkpoint, adopt, Unclaimed::Free)?;
         let mut claimed = Vec::with_capacity(claim.len());
@@ -337,7 +343,7 @@ impl<D: Device> PoolHandle<D> {
         stream: &D::Stream,
         claim: &[Claim],
     ) -> Result<Vec<Allocation>> {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         let pool = &mut books.pools[self.key].pool;
         let claim_one = |c: &Claim| pool.claim(c.range.start, c.range.end - c.range.start, c.tag);
         let claimed = claim.iter().map(claim_one).collect::<Result<Vec<_>, _>>()?;
@@ -375,7 +381,9 @@ impl<D: Device> PoolHandle<D> {
     /// Gives back what a storage owned before it adopted another block: an orphan by now, so a no-op.
     pub(crate) fn let_go(&self, old: Option<Allocation>) {
         if let Some(old) = old {
-            lock(&self.shared.books).free(&self.shared.device, self.key, old, None, 0);
+            self.shared
+                .books()
+                .free(&self.shared.device, self.key, old, None, 0);
         }
     }
 
@@ -416,7 +424,7 @@ fn refuse_twice(entries: &[Adopt]) -> Result<(), PoolError> {
 
 impl<D: Device> Clone for PoolHandle<D> {
     fn clone(&self) -> Self {
-        lock(&self.shared.books).pools[self.key].uses += 1;
+        self.shared.books().pools[self.key].uses += 1;
         PoolHandle {
             shared: self.shared.clone(),
             key: self.key,
@@ -427,7 +435,7 @@ impl<D: Device> Clone for PoolHandle<D> {
 
 impl<D: Device> Drop for PoolHandle<D> {
     fn drop(&mut self) {
-        let mut books = lock(&self.shared.books);
+        let mut books = self.shared.books();
         books.pools[self.key].uses -= 1;
         books.forget_if_empty(self.key);
     }

@@ -140,7 +140,7 @@ impl<D: Device> RouteGuard<D> {
         born: Option<Born<D>>,
     ) -> Self {
         let pool = pool.clone();
-        let mut books = lock(&shared.books);
+        let mut books = shared.books();
         let serial = books.routes.next;
         books.routes.next += 1;
         books.routes.routes.push(Route {
@@ -157,7 +157,7 @@ impl<D: Device> RouteGuard<D> {
 impl<D: Device> Drop for RouteGuard<D> {
     fn drop(&mut self) {
         let shared = &self.pool.shared;
-        let mut books = lock(&shared.books);
+        let mut books = shared.books();
         let routes = &mut books.routes.routes;
         let Some(at) = routes.iter().position(|r| r.serial == self.serial) else {
             return;

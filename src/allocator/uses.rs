@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use smallvec::SmallVec;
 
 use super::{Books, PoolKey};
-use crate::device::{CaptureStatus, Device};
+use crate::device::{CaptureStatus, Device, DeviceError, relaxed};
 use crate::pool::Allocation;
 use crate::sync::{AtomicBool, Mutex, lock};
 
@@ -222,6 +222,25 @@ impl<D: Device> Books<D> {
         for d in freed {
             self.free(device, d.pool, d.block, d.stream.as_ref(), d.born);
         }
+    }
+
+    /// Waits for the work that keeps dead blocks from being free, and frees them: for an allocation that there is no memory for. Not for what captures
+    /// have, and breaks none. Whether it freed something.
+    #[cold]
+    pub(super) fn wait_for_deferred(&mut self, device: &D) -> Result<bool, DeviceError> {
+        let before = self.deferred.len();
+        // Also gives an event to what has none yet.
+        self.free_deferred(device);
+        for d in &self.deferred {
+            let Until::Done { events, .. } = &d.until else {
+                continue;
+            };
+            for (_, event) in events {
+                relaxed(device, || device.synchronize_event(event))?;
+            }
+        }
+        self.free_deferred(device);
+        Ok(self.deferred.len() < before)
     }
 
     /// How many dead blocks of a pool still wait.

@@ -152,6 +152,14 @@ impl<D: Device> Device for Faulty<D> {
         self.device.info()
     }
 
+    fn is_same(&self, other: &Self) -> bool {
+        self.device.is_same(&other.device)
+    }
+
+    fn owns(&self, stream: &D::Stream) -> bool {
+        self.device.owns(stream)
+    }
+
     fn granularity(&self) -> u64 {
         self.device.granularity()
     }

@@ -5,6 +5,7 @@ use std::panic::Location;
 use std::sync::{Arc, Weak};
 
 use super::{Storage, StorageId};
+use crate::allocator::refuse_tensor;
 use crate::device::{Device, DevicePtr};
 use crate::error::{Error, Result};
 
@@ -151,10 +152,13 @@ impl<D: Device> Tensor<D> {
     /// Of [imported](crate::Allocator::import) memory nothing is known of its reuse: its keeper sees to that.
     ///
     /// # Errors
-    /// [`Error::Stale`].
+    /// [`Error::Stale`]; [`Error::ForeignStream`].
     pub fn record_stream(&self, stream: &D::Stream) -> Result<()> {
         self.check()?;
         if let Some(storage) = &self.storage {
+            if !storage.device().owns(stream) {
+                return Err(Error::ForeignStream);
+            }
             storage.use_on(stream);
         }
         Ok(())
@@ -239,8 +243,9 @@ impl<D: Device> Tensor<D> {
     /// Copies the range to the host, in stream order, and waits for it.
     ///
     /// # Errors
-    /// [`Error::Stale`]; the device's own, where the copy or work before it failed.
+    /// [`Error::Stale`]; [`Error::ForeignTensor`] on another device; the device's own, where the copy or work before it failed.
     pub fn read(&self, device: &D, stream: &D::Stream) -> Result<Vec<u8>> {
+        self.check_on(device)?;
         let mut bytes = vec![
             0;
             usize::try_from(self.bytes).map_err(|_| Error::View {
@@ -264,9 +269,10 @@ impl<D: Device> Tensor<D> {
     /// Copies host bytes over the whole range, in stream order. `src` has been read when the call returns.
     ///
     /// # Errors
-    /// [`Error::View`] where the lengths differ; [`Error::Stale`]; the device's own.
+    /// [`Error::View`] where the lengths differ; [`Error::Stale`]; [`Error::ForeignTensor`] on another device; the device's own.
     pub fn write(&self, device: &D, stream: &D::Stream, src: &[u8]) -> Result<()> {
         self.check()?;
+        self.check_on(device)?;
         if src.len() as u64 != self.bytes {
             return Err(Error::View {
                 offset: 0,
@@ -278,6 +284,11 @@ impl<D: Device> Tensor<D> {
             device.write(stream, self.address(), src)?;
         }
         Ok(())
+    }
+
+    /// Refuses another device than its own.
+    fn check_on(&self, device: &D) -> Result<()> {
+        refuse_tensor(device, self, || "the tensor".into())
     }
 
     /// A handle that does not own.

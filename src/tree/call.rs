@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::args::{Arg, Inputs, Slot};
+use super::args::{Arg, Inputs, Slot, Value};
 use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
 use super::recorder::{Recorder, Said};
 use super::{Inner, State};
-use crate::allocator::{Born, PoolHandle};
+use crate::allocator::{Born, PoolHandle, refuse_tensor};
 use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
 use crate::pool::Allocation;
@@ -76,8 +76,19 @@ pub(super) struct Given<D: Device> {
 /// What came of a closure.
 pub(super) enum Outcome<D: Device> {
     Returned(Vec<Tensor<D>>, Said),
-    Failed(crate::error::BoxError),
+    Failed(Error, Blame),
     Panicked(Box<dyn Any + Send>),
+}
+
+/// What a closure's error says of its recording. Asked while no lock is held: the error is the caller's, and with it what it does when it is asked.
+#[derive(Default)]
+pub(super) struct Blame {
+    /// The whole error in words.
+    pub(super) text: String,
+    /// The device's refusal that it goes back to.
+    pub(super) refused: Option<DeviceError>,
+    /// The closure said that it cannot be captured.
+    pub(super) not_capturable: bool,
 }
 
 /// The outputs of one call, classified.
@@ -144,6 +155,37 @@ impl<D: Device> Inner<D> {
             self.pool.let_go(Some(*block));
         }
         lent
+    }
+
+    /// Refuses inputs of another device. Before anything is enqueued for them.
+    #[cold]
+    pub(super) fn refuse_foreign(&self, name: &Arc<str>, args: &[Arg<'_, D>]) -> Result<()> {
+        let mut tensors = args.iter().enumerate();
+        tensors.try_for_each(|(index, arg)| match arg.tensor() {
+            Some(tensor) => self.refuse_input(name, index, tensor),
+            None => Ok(()),
+        })
+    }
+
+    #[inline]
+    pub(super) fn refuse_input(
+        &self,
+        name: &Arc<str>,
+        index: usize,
+        tensor: &Tensor<D>,
+    ) -> Result<()> {
+        refuse_tensor(self.allocator.device(), tensor, || {
+            format!("input {index} of {name}")
+        })
+    }
+
+    /// Refuses outputs that cannot be handed out, whatever they are.
+    pub(super) fn check_outputs(&self, name: &Arc<str>, outputs: &[Tensor<D>]) -> Result<()> {
+        outputs.iter().enumerate().try_for_each(|(index, output)| {
+            output.check()?;
+            let what = || format!("output {index} of {name}");
+            refuse_tensor(self.allocator.device(), output, what)
+        })
     }
 
     /// Puts the inputs into the closure's hands, by position. Given outputs of the path go with them.
@@ -250,18 +292,18 @@ impl<D: Device> Inner<D> {
     /// Calls the closure, with this thread's and the stream's allocations routed to the tree's pool. No lock of ours is held meanwhile.
     pub(super) fn call_body(
         &self,
-        body: &Body<D>,
+        (name, body): (&Arc<str>, &Body<D>),
         inputs: Inputs<D>,
         phase: Phase,
         born: &Born<D>,
     ) -> Outcome<D> {
-        self.call_body_on(body, inputs, phase, born, &self.stream, &self.pool)
+        self.call_body_on((name, body), inputs, phase, born, &self.stream, &self.pool)
     }
 
     /// The same with another stream and pool.
     pub(super) fn call_body_on(
         &self,
-        body: &Body<D>,
+        (name, body): (&Arc<str>, &Body<D>),
         inputs: Inputs<D>,
         phase: Phase,
         born: &Born<D>,
@@ -278,13 +320,22 @@ impl<D: Device> Inner<D> {
             allocator: &self.allocator,
             said: Said::default(),
         };
-        let result = catch_unwind(AssertUnwindSafe(|| body(&mut recorder, inputs)));
+        let call = || match body(&mut recorder, inputs) {
+            Ok(outputs) => Outcome::Returned(outputs, std::mem::take(&mut recorder.said)),
+            Err(source) => {
+                let function = name.clone();
+                let error = Error::Function {
+                    function,
+                    phase,
+                    source,
+                };
+                let blame = (phase == Phase::Record).then(|| Blame::of(&error));
+                Outcome::Failed(error, blame.unwrap_or_default())
+            }
+        };
+        let outcome = catch_unwind(AssertUnwindSafe(call));
         drop(route);
-        match result {
-            Ok(Ok(outputs)) => Outcome::Returned(outputs, recorder.said),
-            Ok(Err(error)) => Outcome::Failed(error),
-            Err(panic) => Outcome::Panicked(panic),
-        }
+        outcome.unwrap_or_else(Outcome::Panicked)
     }
 
     /// Says of each output what it is, and finds what the closure kept without returning it.
@@ -302,8 +353,8 @@ impl<D: Device> Inner<D> {
             slots: Vec::new(),
             first: Vec::new(),
         };
+        self.check_outputs(call.name, outputs)?;
         for (index, output) in outputs.iter().enumerate() {
-            output.check()?;
             let spec =
                 self.sort_output(function, call, inputs, output, index, born, &mut sorted)?;
             sorted.specs.push(spec);
@@ -449,11 +500,17 @@ impl<D: Device> Inner<D> {
         live
     }
 
-    /// Drops what was given, and has not died inside. Memory of another stream than the call's is not used again there before the call's
+    /// Drops what was given of the tree's pool, and has not died inside. What was given from elsewhere is left to [`drop_given`], without the lock.
+    /// Its memory is not used again on another stream than the call's before the call's
     /// work has run. The work is enqueued: if the device refuses the wait, the memory is kept out of circulation rather than reused too early.
     pub(super) fn give_up(&self, call: &mut Call<'_, '_, D>) {
         for arg in &mut *call.args {
-            let Some(tensor) = arg.take() else { continue };
+            let Arg::Give(tensor) = &*arg else { continue };
+            let ours = |storage: &Arc<Storage<D>>| storage.in_pool(&self.pool);
+            if tensor.storage().is_none_or(ours) {
+                drop(arg.take());
+                continue;
+            }
             let elsewhere = tensor
                 .storage()
                 .filter(|storage| storage.is_eternal())
@@ -463,8 +520,22 @@ impl<D: Device> Inner<D> {
                 && let Err(error) = self.follow(call.stream, &stream)
             {
                 tracing::error!(%error, "a given input's stream could not be ordered after the run; its memory is not reused");
-                std::mem::forget(tensor);
+                std::mem::forget(arg.take());
             }
+        }
+    }
+
+    /// Lets go of what a closure returned, where nothing comes of it: what is of the tree's pool dies at once, the rest when the lock is free.
+    pub(super) fn let_go(
+        &self,
+        state: &mut State<D>,
+        mut outputs: Vec<Tensor<D>>,
+        values: Vec<Value>,
+    ) {
+        let ours = |t: &mut Tensor<D>| t.storage().is_none_or(|s| s.in_pool(&self.pool));
+        drop(outputs.extract_if(.., ours).collect::<Vec<_>>());
+        if !outputs.is_empty() || !values.is_empty() {
+            self.bury(state, (outputs, values));
         }
     }
 
@@ -529,6 +600,13 @@ pub(super) fn all_bound_fit<D: Device>(
         "input {position} is bound, but the run passes {passed} inputs, so there are only {total} in all"
     );
     Err(inputs_error(function, detail))
+}
+
+/// Drops what is left of the given inputs of a run that is done. No lock is held: of memory that was imported, the keeper is the caller's, and may do
+/// anything in its drop.
+#[cold]
+pub(super) fn drop_given<D: Device>(args: &mut [Arg<'_, D>]) {
+    args.iter_mut().for_each(|arg| drop(arg.take()));
 }
 
 pub(super) fn taken(function: &Arc<str>, index: usize) -> Error {

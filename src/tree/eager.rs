@@ -14,7 +14,7 @@ use super::reason::Reason;
 use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
 use crate::device::{Device, DevicePtr, GatherSlot};
-use crate::error::{Error, Phase, Result};
+use crate::error::{Phase, Result};
 use crate::sync::MutexGuard;
 
 impl<D: Device> Inner<D> {
@@ -22,7 +22,7 @@ impl<D: Device> Inner<D> {
     /// left them.
     pub(super) fn eager<'s>(
         &'s self,
-        mut state: MutexGuard<'s, State<D>>,
+        state: MutexGuard<'s, State<D>>,
         mut call: Call<'_, '_, D>,
         reason: Reason,
         out: &mut Outputs<D>,
@@ -31,6 +31,9 @@ impl<D: Device> Inner<D> {
         let _entered = span.enter();
         // Before the wait, as in a warmup: what others drop meanwhile is free only after this run has read it.
         let _held = state.hold(call.args);
+        // Not dropped under the lock.
+        let _bound = state.functions[call.function].hold_bound();
+        let mut state = state;
         self.order(&mut state, call.stream)?;
         let pool = self.allocator.default_pool();
         let inputs = self.inputs_for_eager(&state, &mut call, &pool)?;
@@ -38,25 +41,23 @@ impl<D: Device> Inner<D> {
         let born = Born::new();
         let body = state.functions[call.function].body.clone();
         let (mut state, outcome) = self.unlocked(state, || {
-            self.call_body_on(&body, inputs, Phase::Eager, &born, call.stream, &pool)
+            let body = (call.name, &body);
+            self.call_body_on(body, inputs, Phase::Eager, &born, call.stream, &pool)
         });
         call.end_fed();
         state.drop_carried();
-        let failed = |source| Error::Function {
-            function: call.name.clone(),
-            phase: Phase::Eager,
-            source,
-        };
         let (outputs, said) = match outcome {
             Outcome::Returned(outputs, said) => (outputs, said),
-            Outcome::Failed(source) => return Err(failed(source)),
+            Outcome::Failed(error, _) => return Err(error),
             Outcome::Panicked(panic) => {
                 drop(state);
                 std::panic::resume_unwind(panic);
             }
         };
-        for output in &outputs {
-            output.check()?;
+        if let Err(error) = self.check_outputs(call.name, &outputs) {
+            // They, and the values, are dropped without the lock.
+            drop(state);
+            return Err(error);
         }
         state.counts.eager += 1;
         out.hand_out(Phase::Eager, None, Some(reason), outputs, call.at);

@@ -51,7 +51,7 @@ pub(super) struct Settings {
 }
 
 /// Says of a key whether it is captured.
-type Wanted = Arc<dyn Fn(&[i64]) -> bool + Send + Sync>;
+pub(super) type Wanted = Arc<dyn Fn(&[i64]) -> bool + Send + Sync>;
 
 /// Which keys are captured.
 #[derive(Clone)]
@@ -72,11 +72,12 @@ impl fmt::Debug for Keys {
 }
 
 impl Keys {
-    fn contain(&self, key: &[i64]) -> bool {
+    /// Whether a key is captured; `Err` is who is to be asked, without the lock.
+    pub(super) fn contain(&self, key: &[i64]) -> Result<bool, Wanted> {
         match self {
-            Keys::All => true,
-            Keys::These(keys) => keys.iter().any(|k| k.as_slice() == key),
-            Keys::If(wanted) => wanted(key),
+            Keys::All => Ok(true),
+            Keys::These(keys) => Ok(keys.iter().any(|k| k.as_slice() == key)),
+            Keys::If(wanted) => Err(wanted.clone()),
         }
     }
 }
@@ -176,8 +177,8 @@ impl<D: Device> FunctionSpec<D> {
         self
     }
 
-    /// Only keys that `wanted` says yes to are captured, the others run eagerly. It is asked once for each key, at its first run, while the tree's lock is held: it
-    /// looks at the key and calls nothing.
+    /// Only keys that `wanted` says yes to are captured, the others run eagerly. It is asked once for each key, at its first run, as a closure of the tree: no lock
+    /// is held, a run from inside is [`Error::Nested`], and its panic is the run's.
     #[must_use]
     pub fn capture_if(mut self, wanted: impl Fn(&[i64]) -> bool + Send + Sync + 'static) -> Self {
         self.settings.keys = Keys::If(Arc::new(wanted));
@@ -405,34 +406,49 @@ impl<D: Device> FunctionState<D> {
         self.variants.iter().position(|v| v.key.as_slice() == key)
     }
 
-    pub(super) fn variant_or_new(&mut self, key: &[i64]) -> usize {
-        self.variant(key).unwrap_or_else(|| {
-            self.variants.push(Variant {
-                key: Key::from_slice(key),
-                never: (!self.settings.keys.contain(key)).then_some(Never::Unwanted),
-                warm: self.skip_warmup,
-                failures: 0,
-                pause: 0,
-                roots: SmallVec::new(),
-            });
-            self.variants.len() - 1
-        })
+    /// A variant for a key that has none yet.
+    pub(super) fn add_variant(&mut self, key: &[i64], wanted: bool) -> usize {
+        self.variants.push(Variant {
+            key: Key::from_slice(key),
+            never: (!wanted).then_some(Never::Unwanted),
+            warm: self.skip_warmup,
+            failures: 0,
+            pause: 0,
+            roots: SmallVec::new(),
+        });
+        self.variants.len() - 1
     }
 
-    /// Refuses a function of which a bound storage died.
+    /// Whether a bound storage died.
     #[inline(always)] // on the path of every replay
-    pub(super) fn check_bound(&self) -> Result<()> {
-        if !self.bound_died.load(Ordering::Acquire) {
-            return Ok(());
-        }
-        let died = self
-            .bound
-            .iter()
-            .find(|(_, b)| matches!(b, Bound::Tensor(weak) if weak.upgrade().is_none()));
-        Err(Error::StaticDied {
+    pub(super) fn lost_bound(&self) -> bool {
+        self.bound_died.load(Ordering::Acquire)
+    }
+
+    /// The error for it. The bound tensors are held by the caller, who drops them without the lock.
+    #[cold]
+    pub(super) fn bound_error(&self, held: &HeldBound<D>) -> Error {
+        Error::StaticDied {
             function: self.name.clone(),
-            input: died.map_or(0, |(position, _)| *position),
-        })
+            input: held.died.unwrap_or(0),
+        }
+    }
+
+    /// Takes hold of the bound tensors that are alive. Whoever upgrades one under the lock has this besides: so its last handle, and with it a keeper of
+    /// the caller's, is dropped without.
+    pub(super) fn hold_bound(&self) -> HeldBound<D> {
+        let mut held = HeldBound {
+            _tensors: Vec::new(),
+            died: None,
+        };
+        for (position, bound) in &self.bound {
+            let Bound::Tensor(weak) = bound else { continue };
+            match weak.upgrade() {
+                Some(tensor) => held._tensors.push(tensor),
+                None => held.died = held.died.or(Some(*position)),
+            }
+        }
+        held
     }
 
     /// The bound inputs, alive.
@@ -453,6 +469,13 @@ impl<D: Device> FunctionState<D> {
             })
             .collect()
     }
+}
+
+/// The bound tensors of a function, held. To be dropped when no lock is held.
+pub(super) struct HeldBound<D: Device> {
+    _tensors: Vec<Tensor<D>>,
+    /// The position of the first that is gone.
+    pub(super) died: Option<usize>,
 }
 
 /// A bound input, alive for one call.

@@ -12,12 +12,12 @@ use tracing::debug_span;
 
 use super::args::{Arg, Inputs, Slot};
 use super::call::{Outcome, all_bound_fit, taken};
-use super::function::{BoundInput, Function, FunctionState};
+use super::function::{BoundInput, Function, FunctionState, HeldBound};
 use super::outputs::Outputs;
 use super::{FunctionKey, Inner, State};
 use crate::allocator::{Born, PoolHandle, PoolOptions};
 use crate::device::{Call, CaptureStatus, Code, Device, DeviceError};
-use crate::error::{Error, Phase, Result};
+use crate::error::{Phase, Result};
 use crate::storage::{Storage, Tensor};
 use crate::sync::{MutexGuard, lock};
 
@@ -71,31 +71,32 @@ impl<D: Device> Inner<D> {
     ) -> Result<()> {
         let span = debug_span!("inline", function = %function.name());
         let _entered = span.enter();
-        let inputs = state.functions[key].inputs_as_they_are(args)?;
+        self.refuse_foreign(function.shared_name(), args)?;
+        // Not dropped under the lock.
+        let bound = state.functions[key].hold_bound();
+        let state = state;
+        let inputs = state.functions[key].inputs_as_they_are(args, &bound)?;
         let body = state.functions[key].body.clone();
         let pool = self.inline_pool()?;
         let born = Born::new();
         let (mut state, outcome) = self.unlocked(state, || {
-            self.call_body_on(&body, inputs, Phase::Inline, &born, stream, &pool)
+            let body = (function.shared_name(), &body);
+            self.call_body_on(body, inputs, Phase::Inline, &born, stream, &pool)
         });
         lock(&self.inlined).keep(&pool, stream, &born.storages(), at);
-        let failed = |source| Error::Function {
-            function: function.shared_name().clone(),
-            phase: Phase::Inline,
-            source,
-        };
         let (outputs, said) = match outcome {
             Outcome::Returned(outputs, said) => (outputs, said),
-            Outcome::Failed(source) => return Err(failed(source)),
+            Outcome::Failed(error, _) => return Err(error),
             Outcome::Panicked(panic) => {
                 drop(state);
                 std::panic::resume_unwind(panic);
             }
         };
-        for output in &outputs {
-            output.check()?;
-        }
-        state.counts.inlined += 1;
+        let checked = self.check_outputs(function.shared_name(), &outputs);
+        state.counts.inlined += u64::from(checked.is_ok());
+        // Whatever is dropped from here on may be the caller's.
+        drop(state);
+        checked?;
         out.hand_out(Phase::Inline, None, None, outputs, at);
         out.set_values(said.values);
         for given in args.iter_mut().filter_map(Arg::take) {
@@ -119,8 +120,10 @@ impl<D: Device> Inner<D> {
 
 impl<D: Device> FunctionState<D> {
     /// The inputs of a call, by position, as they lie.
-    fn inputs_as_they_are(&self, args: &[Arg<'_, D>]) -> Result<Inputs<D>> {
-        self.check_bound()?;
+    fn inputs_as_they_are(&self, args: &[Arg<'_, D>], held: &HeldBound<D>) -> Result<Inputs<D>> {
+        if self.lost_bound() {
+            return Err(self.bound_error(held));
+        }
         let bound = self.bound_inputs()?;
         all_bound_fit(&self.name, &bound, args.len())?;
         let mut all = Vec::with_capacity(args.len() + bound.len());

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use tracing::{debug_span, warn};
 
 use super::args::{Arg, Value};
-use super::call::{Call, Given, Outcome, Placed, Sorted, given_in};
+use super::call::{Blame, Call, Given, Outcome, Placed, Sorted, given_in};
 use super::function::Never;
 use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint};
 use super::outputs::Outputs;
@@ -27,7 +27,8 @@ use crate::sync::MutexGuard;
 
 /// Why a capture failed for its own reasons.
 pub(super) struct Failure {
-    error: Error,
+    /// In words: an error of the caller's is not kept, nor asked again.
+    text: String,
     /// The device's refusal that was the first of it.
     pub(super) first: Option<Box<DeviceError>>,
 }
@@ -36,7 +37,7 @@ impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Self {
         Failure {
             first: first_of(&error),
-            error: error.into(),
+            text: error.to_string(),
         }
     }
 }
@@ -44,10 +45,9 @@ impl From<DeviceError> for Failure {
 impl fmt::Display for Failure {
     /// The error, and the first refusal where the error does not tell of it: a closure may go on after that, and fail with words of its own.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = self.error.to_string();
-        f.write_str(&text)?;
+        f.write_str(&self.text)?;
         match &self.first {
-            Some(first) if !text.contains(&Bare(first).to_string()) => {
+            Some(first) if !self.text.contains(&Bare(first).to_string()) => {
                 write!(f, "; {}", Broke(first))
             }
             _ => Ok(()),
@@ -88,7 +88,7 @@ impl<D: Device> Inner<D> {
     /// Records the call's function below the tip and launches it. An error leaves stream, routing, pool, path and given inputs as they were.
     pub(super) fn record<'s>(
         &'s self,
-        mut state: MutexGuard<'s, State<D>>,
+        state: MutexGuard<'s, State<D>>,
         mut call: Call<'_, '_, D>,
         reason: Reason,
         out: &mut Outputs<D>,
@@ -97,14 +97,19 @@ impl<D: Device> Inner<D> {
         let entered = span.enter();
         // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let held = state.hold(call.args);
+        // The closure may see the last handle go: the graph reads them when it is launched. And they are not dropped under the lock.
+        let _bound = state.functions[call.function].hold_bound();
+        let mut state = state;
+        state.functions[call.function].bound_inputs()?;
         self.order(&mut state, call.stream)?;
         // Before the new graph is made, so that there are never more than the budget says.
         let mut evicted = self.make_room(&mut state, 1);
-        self.catch_up(&mut state, call.stream)?;
+        if let Err(error) = self.catch_up(&mut state, call.stream) {
+            drop(state);
+            return Err(error);
+        }
         // Whatever comes of it: what is held dies on this stream from here on.
         state.use_stream(call.stream);
-        // The closure may see the last handle go: the graph reads them when it is launched.
-        let _bound = state.functions[call.function].bound_inputs()?;
         let before: Vec<SmallVec<[u64; 2]>> =
             state.path.iter().map(|e| words(state.live_of(e))).collect();
         let (mut state, recorded) = self.capture(state, &mut call);
@@ -170,7 +175,7 @@ impl<D: Device> Inner<D> {
     /// Captures, instantiates and launches; undoes everything on any error.
     fn capture<'s>(
         &'s self,
-        state: MutexGuard<'s, State<D>>,
+        mut state: MutexGuard<'s, State<D>>,
         call: &mut Call<'_, '_, D>,
     ) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
         let device = self.allocator.device();
@@ -183,12 +188,12 @@ impl<D: Device> Inner<D> {
         let mut placed = match self.place(&state, call, &born) {
             Ok(placed) => placed,
             Err(error) => {
-                self.abandon(serial);
+                self.abandon(&mut state, serial);
                 return (state, Err(Undone::Call(error)));
             }
         };
         if let Err(error) = self.copy_in(&placed) {
-            self.abandon(serial);
+            self.abandon(&mut state, serial);
             return (state, Err(Undone::Capture(error.into())));
         }
         let lent = self.lend_fed(call);
@@ -198,8 +203,8 @@ impl<D: Device> Inner<D> {
             std::mem::take(&mut placed.slots),
             std::mem::take(&mut placed.bound),
         );
-        let (state, outcome) = self.unlocked(state, || {
-            self.call_body(&body, inputs, Phase::Record, &born)
+        let (mut state, outcome) = self.unlocked(state, || {
+            self.call_body((call.name, &body), inputs, Phase::Record, &born)
         });
         let storages = born.storages();
         // Before the capture is over, and with it the time in which nothing is given back.
@@ -209,36 +214,32 @@ impl<D: Device> Inner<D> {
             Outcome::Returned(outputs, said) => {
                 (values, returned) = (said.values, outputs);
                 if said.discard {
-                    match self.abandon(serial) {
+                    match self.abandon(&mut state, serial) {
                         Some(broken) => Err(Undone::Capture(broken.into())),
                         None => Err(Undone::Discarded),
                     }
                 } else {
-                    self.finish(&state, call, &mut placed, &storages, &returned, serial)
+                    self.finish(&mut state, call, &mut placed, &storages, &returned, serial)
                 }
             }
-            Outcome::Failed(source) if not_capturable(&*source) => {
-                self.abandon(serial);
+            Outcome::Failed(error, blame) if blame.not_capturable => {
+                self.abandon(&mut state, serial);
+                self.bury(&mut state, error);
                 Err(Undone::Never(Never::NotCapturable))
             }
-            Outcome::Failed(source) => {
-                let refused = refusal(&*source);
-                let broken = self.abandon(serial);
+            Outcome::Failed(error, Blame { text, refused, .. }) => {
+                let broken = self.abandon(&mut state, serial);
                 let failed = refused.is_some() || broken.is_some();
                 let first = broken.and_then(|broken| broken.first);
-                let first = first.or_else(|| first_of(refused?));
-                let error = Error::Function {
-                    function: call.name.clone(),
-                    phase: Phase::Record,
-                    source,
-                };
+                let first = first.or_else(|| first_of(&refused?));
                 Err(if failed {
-                    Undone::Capture(Failure { error, first })
+                    self.bury(&mut state, error);
+                    Undone::Capture(Failure { text, first })
                 } else {
                     Undone::Call(error)
                 })
             }
-            Outcome::Panicked(panic) => Err(Undone::Panic(panic, self.abandon(serial))),
+            Outcome::Panicked(panic) => Err(Undone::Panic(panic, self.abandon(&mut state, serial))),
         };
         match ended {
             Ok((graph, sorted)) => (
@@ -258,11 +259,14 @@ impl<D: Device> Inner<D> {
                 self.pool.unpin(&pins);
                 // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.
                 given.iter().for_each(|g| g.storage.hush());
-                drop(returned);
+                self.let_go(&mut state, returned, values);
                 self.drop_survivors(call, &storages);
                 let undone = match self.roll_back(call, given, &lent) {
                     Ok(()) => undone,
-                    Err(error) => Undone::Call(error),
+                    Err(error) => {
+                        self.bury(&mut state, undone);
+                        Undone::Call(error)
+                    }
                 };
                 (state, Err(undone))
             }
@@ -272,7 +276,7 @@ impl<D: Device> Inner<D> {
     /// From the closure's return to the first launch.
     fn finish(
         &self,
-        state: &State<D>,
+        state: &mut State<D>,
         call: &Call<'_, '_, D>,
         placed: &mut Placed<D>,
         born: &[Arc<Storage<D>>],
@@ -292,7 +296,7 @@ impl<D: Device> Inner<D> {
             Ok(sorted) => sorted,
             Err(error) => {
                 // In a broken capture that came first; answered eagerly, the call meets the error again if it stands for itself.
-                return Err(match self.abandon(serial) {
+                return Err(match self.abandon(state, serial) {
                     Some(broken) => Undone::Capture(broken.into()),
                     None => Undone::Call(error),
                 });
@@ -301,35 +305,44 @@ impl<D: Device> Inner<D> {
         let ended = device.end_capture(&self.stream);
         let mut pools = self.allocator.leave_capture(serial);
         pools.retain(|pool| pool.id() != self.pool.id());
+        let min_nodes = state.functions[call.function].min_nodes;
         let capture = |error: DeviceError| Undone::Capture(error.into());
-        let template = ended.map_err(capture)?;
-        let info = device.graph_info(&template).map_err(capture)?;
-        if info.memory > 0 {
-            let error = Error::MemoryNodes(info);
-            return Err(Undone::Capture(Failure { error, first: None }));
+        let launch = || {
+            let template = ended.map_err(capture)?;
+            let info = device.graph_info(&template).map_err(capture)?;
+            if info.memory > 0 {
+                let text = Error::MemoryNodes(info).to_string();
+                return Err(Undone::Capture(Failure { text, first: None }));
+            }
+            if info.nodes() < min_nodes {
+                return Err(Undone::Never(Never::TooSmall));
+            }
+            let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
+            device
+                .launch_graph(&exec, call.stream, &placed.sources)
+                .map_err(|error| Undone::Call(error.into()))?;
+            Ok((exec, info))
+        };
+        match launch() {
+            Ok((exec, info)) => {
+                let _pools = pools;
+                Ok((Launchable { exec, info, _pools }, sorted))
+            }
+            Err(undone) => {
+                self.bury(state, pools);
+                Err(undone)
+            }
         }
-        if info.nodes() < state.functions[call.function].min_nodes {
-            return Err(Undone::Never(Never::TooSmall));
-        }
-        let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
-        device
-            .launch_graph(&exec, call.stream, &placed.sources)
-            .map_err(|error| Undone::Call(error.into()))?;
-        Ok((
-            Launchable {
-                exec,
-                info,
-                _pools: pools,
-            },
-            sorted,
-        ))
     }
 
     /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more; if it says that the capture
     /// was broken, that is given.
-    fn abandon(&self, serial: u64) -> Option<DeviceError> {
+    fn abandon(&self, state: &mut State<D>, serial: u64) -> Option<DeviceError> {
         let ended = self.allocator.device().end_capture(&self.stream);
-        self.allocator.leave_capture(serial);
+        let pools = self.allocator.leave_capture(serial);
+        if pools.iter().any(|pool| pool.id() != self.pool.id()) {
+            self.bury(state, pools);
+        }
         let error = ended.err()?;
         tracing::debug!(%error, "an abandoned capture ended with an error");
         let broken = error.code == Code::StreamCaptureInvalidated || error.first.is_some();
@@ -559,17 +572,6 @@ fn first_of(error: &DeviceError) -> Option<Box<DeviceError>> {
     (root.code != Code::StreamCaptureInvalidated).then(|| Box::new(root.clone()))
 }
 
-/// The device's refusal that a closure's error comes from, if the device refused something because of the capture.
-fn refusal<'e>(source: &'e (dyn std::error::Error + 'static)) -> Option<&'e DeviceError> {
-    std::iter::successors(Some(source), |error| error.source()).find_map(|error| {
-        let refused = match error.downcast_ref() {
-            Some(Error::Device(refused)) => Some(refused),
-            _ => error.downcast_ref(),
-        };
-        refused.filter(|refused: &&DeviceError| refused.is_capture())
-    })
-}
-
 fn words(live: &crate::storage::LiveMask) -> SmallVec<[u64; 2]> {
     (0..live.words()).map(|index| live.word(index)).collect()
 }
@@ -593,14 +595,27 @@ impl<D: Device> State<D> {
     }
 }
 
-/// Whether a closure said that it does what cannot be captured.
-fn not_capturable(error: &(dyn std::error::Error + 'static)) -> bool {
-    let mut next = Some(error);
-    while let Some(error) = next {
-        if matches!(error.downcast_ref(), Some(Error::NotCapturable { .. })) {
-            return true;
+impl Blame {
+    pub(super) fn of(error: &Error) -> Self {
+        let all = || {
+            std::iter::successors(Some(error as &(dyn std::error::Error + 'static)), |e| {
+                e.source()
+            })
+        };
+        let refused = |e: &(dyn std::error::Error + 'static)| {
+            let refused = match e.downcast_ref() {
+                Some(Error::Device(refused)) => Some(refused),
+                _ => e.downcast_ref(),
+            };
+            refused
+                .filter(|refused: &&DeviceError| refused.is_capture())
+                .cloned()
+        };
+        Blame {
+            text: error.to_string(),
+            refused: all().find_map(refused),
+            not_capturable: all()
+                .any(|e| matches!(e.downcast_ref(), Some(Error::NotCapturable { .. }))),
         }
-        next = error.source();
     }
-    false
 }

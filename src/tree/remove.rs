@@ -3,22 +3,37 @@
 //! A node goes with all that was recorded below it. What is held of its outputs owns its memory from then on, as after a warmup. What is removed is handed
 //! back to the caller, who drops it when no lock is held: closures and values are the user's, and may do anything in their drop.
 
+use std::any::Any;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::function::{Bound, FunctionState, Never};
+use super::function::{FunctionState, HeldBound, Never};
 use super::node::{InputSpec, Node};
 use super::path::{Entry, Run, Warm};
 use super::reason::Advice;
 use super::{FunctionKey, Inner, NodeKey, State};
 use crate::device::Device;
 use crate::error::Result;
+use crate::storage::Storage;
 use crate::sync::{MutexGuard, lock, lower, raise};
 
 /// What was removed, to be dropped without a lock.
 pub(super) struct Removed<D: Device> {
     _nodes: Vec<Node<D>>,
     _functions: Vec<FunctionState<D>>,
+    /// What was looked at, perhaps by its last handle.
+    _looked_at: Vec<LookedAt<D>>,
+    _buried: Vec<Buried>,
     advice: Vec<Advice>,
+}
+
+/// Something of the caller's, whose drop may do anything.
+pub(super) type Buried = Box<dyn Any + Send>;
+
+/// A static input, or a function's bound tensors.
+enum LookedAt<D: Device> {
+    Storage(#[allow(dead_code)] Arc<Storage<D>>), // held, not read
+    Bound(#[allow(dead_code)] HeldBound<D>),
 }
 
 impl<D: Device> Removed<D> {
@@ -26,6 +41,8 @@ impl<D: Device> Removed<D> {
         Removed {
             _nodes: Vec::new(),
             _functions: Vec::new(),
+            _looked_at: Vec::new(),
+            _buried: Vec::new(),
             advice: Vec::new(),
         }
     }
@@ -78,17 +95,22 @@ impl<D: Device> Registry for Inner<D> {
 impl<D: Device> Inner<D> {
     /// Removes what is to go, unless a closure is running: then at that run's end. Asked by every run, at its begin and end; one load where there is nothing.
     pub(super) fn tidy(&self, state: &mut State<D>) -> Option<Removed<D>> {
-        if !self.untidy.load(Ordering::Acquire) || state.busy.is_some() {
+        if !self.untidy.load(Ordering::Acquire) {
             return None;
         }
-        lower(&self.untidy);
         let mut removed = Removed::nothing();
+        removed._buried = std::mem::take(&mut state.buried);
+        if state.busy.is_some() {
+            return Some(removed);
+        }
+        lower(&self.untidy);
         removed.advice = std::mem::take(&mut state.advice);
         let leaving = std::mem::take(&mut state.leaving);
-        let gone = |node: &Node<D>| {
+        let looked_at = &mut removed._looked_at;
+        let mut gone = |node: &Node<D>| {
             leaving.contains(&node.variant.0)
-                || state.functions[node.variant.0].is_dead()
-                || node.inputs.iter().any(InputSpec::is_dead)
+                || state.functions[node.variant.0].is_dead(looked_at)
+                || node.inputs.iter().any(|input| input.is_dead(looked_at))
         };
         let doomed: Vec<NodeKey> = state
             .nodes
@@ -114,7 +136,14 @@ impl<D: Device> Inner<D> {
         Some(removed)
     }
 
-    /// The same at a run's end.
+    /// Keeps something of the caller's until the lock is free: the run that has it is about to end, and drops it then.
+    #[cold]
+    pub(super) fn bury(&self, state: &mut State<D>, something: impl Any + Send) {
+        state.buried.push(Box::new(something));
+        raise(&self.untidy);
+    }
+
+    /// Tidies up at a run's end.
     #[cold]
     fn tidy_after(&self) {
         let removed = {
@@ -319,23 +348,32 @@ impl<D: Device> State<D> {
 
 impl<D: Device> FunctionState<D> {
     /// Whether a tensor that it bound is gone.
-    fn is_dead(&self) -> bool {
-        self.bound_died.load(Ordering::Acquire)
-            && self
-                .bound
-                .iter()
-                .any(|(_, b)| matches!(b, Bound::Tensor(weak) if weak.upgrade().is_none()))
+    fn is_dead(&self, looked_at: &mut Vec<LookedAt<D>>) -> bool {
+        if !self.lost_bound() {
+            return false;
+        }
+        let held = self.hold_bound();
+        let died = held.died.is_some();
+        looked_at.push(LookedAt::Bound(held));
+        died
     }
 }
 
 impl<D: Device> InputSpec<D> {
     /// Whether it is a static input that is gone: the graph has its address, and the memory may be anybody's.
-    fn is_dead(&self) -> bool {
-        match self {
-            InputSpec::Static { storage, .. } => storage
-                .as_ref()
-                .is_some_and(|weak| weak.upgrade().is_none_or(|s| s.owners() == 0)),
-            _ => false,
-        }
+    fn is_dead(&self, looked_at: &mut Vec<LookedAt<D>>) -> bool {
+        let InputSpec::Static {
+            storage: Some(weak),
+            ..
+        } = self
+        else {
+            return false;
+        };
+        let Some(storage) = weak.upgrade() else {
+            return true;
+        };
+        let died = storage.owners() == 0;
+        looked_at.push(LookedAt::Storage(storage));
+        died
     }
 }

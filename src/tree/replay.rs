@@ -61,13 +61,20 @@ impl<D: Device> Inner<D> {
         taken: &Taken,
         out: &mut Outputs<D>,
     ) -> Result<()> {
+        // What is returned of the bound inputs is held from here on; the outputs then hold it too.
+        let mut bound = SmallVec::new();
         let launched = self
-            .order(&mut state, call.stream)
-            .and_then(|()| self.launch(&mut state.nodes[key], &call));
+            .hold_returned(&state.nodes[key], &call, &mut bound)
+            .and_then(|()| self.find_sources(&mut state.nodes[key], &call))
+            .and_then(|()| self.order(&mut state, call.stream))
+            .and_then(|()| self.launch(&state.nodes[key], call.stream));
         let state = &mut *state;
         let node = &mut state.nodes[key];
         if let Err(error) = launched {
             put_back(&node.consumed, taken, call.args);
+            if !bound.is_empty() {
+                self.bury(state, bound);
+            }
             return Err(error);
         }
         trace!(node = node.id.0, "replay");
@@ -143,22 +150,46 @@ impl<D: Device> Inner<D> {
         Ok(())
     }
 
-    /// Hands the addresses of the moving inputs over with the launch.
-    fn launch(&self, node: &mut Node<D>, call: &Call<'_, '_, D>) -> Result<()> {
+    /// Takes hold of the bound inputs that a node returns. One may have died since they were looked at; nothing was launched yet.
+    #[inline]
+    fn hold_returned(
+        &self,
+        node: &Node<D>,
+        call: &Call<'_, '_, D>,
+        held: &mut SmallVec<[Tensor<D>; 2]>,
+    ) -> Result<()> {
+        if !node.returns_bound {
+            return Ok(());
+        }
+        for output in &node.outputs {
+            if let OutputSpec::Bound(weak) = output {
+                held.push(weak.upgrade().ok_or_else(|| Error::StaticDied {
+                    function: call.name.clone(),
+                    input: 0,
+                })?);
+            }
+        }
+        Ok(())
+    }
+
+    /// The addresses of the moving inputs. (What is used in place lies where it lay, and so on this device.)
+    #[inline]
+    fn find_sources(&self, node: &mut Node<D>, call: &Call<'_, '_, D>) -> Result<()> {
         node.sources.clear();
         for index in &node.copied {
-            node.sources
-                .extend(call.args[*index as usize].tensor().map(Tensor::address));
+            let index = *index as usize;
+            if let Some(tensor) = call.args[index].tensor() {
+                self.refuse_input(call.name, index, tensor)?;
+                node.sources.push(tensor.address());
+            }
         }
-        // What a function bound may have died between the look and here; then nothing was launched yet.
-        let died = |output: &OutputSpec<D>| matches!(output, OutputSpec::Bound(weak) if weak.upgrade().is_none());
-        if node.returns_bound && node.outputs.iter().any(died) {
-            return Err(Error::StaticDied {
-                function: call.name.clone(),
-                input: 0,
-            });
-        }
+        Ok(())
+    }
+
+    /// Hands them over with the launch.
+    #[inline]
+    fn launch(&self, node: &Node<D>, stream: &D::Stream) -> Result<()> {
         let device = self.allocator.device();
-        Ok(device.launch_graph(&node.graph.exec, call.stream, &node.sources)?)
+        Ok(device.launch_graph(&node.graph.exec, stream, &node.sources)?)
     }
 }

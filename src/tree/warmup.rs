@@ -12,7 +12,7 @@ use super::recorder::Said;
 use super::{Inner, State};
 use crate::allocator::Born;
 use crate::device::Device;
-use crate::error::{Error, Phase, Result};
+use crate::error::{Phase, Result};
 use crate::sync::MutexGuard;
 
 impl<D: Device> Inner<D> {
@@ -20,7 +20,7 @@ impl<D: Device> Inner<D> {
     /// are as the closure left them.
     pub(super) fn warmup<'s>(
         &'s self,
-        mut state: MutexGuard<'s, State<D>>,
+        state: MutexGuard<'s, State<D>>,
         mut call: Call<'_, '_, D>,
         reason: Reason,
         out: &mut Outputs<D>,
@@ -28,7 +28,10 @@ impl<D: Device> Inner<D> {
         let span = debug_span!("warmup", function = %call.name);
         let _entered = span.enter();
         // The closure may see the last handle go: what it enqueued reads them until it has been joined.
-        let _bound = state.functions[call.function].bound_inputs()?;
+        // And they are not dropped under the lock.
+        let _bound = state.functions[call.function].hold_bound();
+        let mut state = state;
+        state.functions[call.function].bound_inputs()?;
         // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let _held = state.hold(call.args);
         self.order(&mut state, call.stream)?;
@@ -56,7 +59,7 @@ impl<D: Device> Inner<D> {
         );
 
         let (mut state, outcome) = self.unlocked(state, || {
-            self.call_body(&body, inputs, Phase::Warmup, &born)
+            self.call_body((call.name, &body), inputs, Phase::Warmup, &born)
         });
         let storages = born.storages();
         let mut panicked = None;
@@ -66,14 +69,16 @@ impl<D: Device> Inner<D> {
                 said = spoken;
                 let function = &state.functions[call.function];
                 let specs = &mut placed.specs;
-                self.sort_outputs(function, &call, Phase::Warmup, specs, &outputs, &storages)
-                    .map(|sorted| Some((sorted, outputs)))
+                match self.sort_outputs(function, &call, Phase::Warmup, specs, &outputs, &storages)
+                {
+                    Ok(sorted) => Ok(Some((sorted, outputs))),
+                    Err(error) => {
+                        self.let_go(&mut state, outputs, std::mem::take(&mut said.values));
+                        Err(error)
+                    }
+                }
             }
-            Outcome::Failed(source) => Err(Error::Function {
-                function: call.name.clone(),
-                phase: Phase::Warmup,
-                source,
-            }),
+            Outcome::Failed(error, _) => Err(error),
             Outcome::Panicked(panic) => {
                 panicked = Some(panic);
                 Ok(None)
@@ -95,7 +100,13 @@ impl<D: Device> Inner<D> {
         }
         let (sorted, outputs) = match (sorted, joined) {
             (Ok(Some(sorted)), Ok(())) => sorted,
-            (Err(error), _) | (_, Err(error)) => {
+            (Err(error), _) => {
+                self.drop_survivors(&call, &storages);
+                return Err(error);
+            }
+            (Ok(unheard), Err(error)) => {
+                let outputs = unheard.map(|(_, outputs)| outputs);
+                self.let_go(&mut state, outputs.unwrap_or_default(), said.values);
                 self.drop_survivors(&call, &storages);
                 return Err(error);
             }

@@ -92,6 +92,14 @@ impl Device for CudaDevice {
         }
     }
 
+    fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    fn owns(&self, stream: &CudaStream) -> bool {
+        Arc::ptr_eq(&self.inner, &stream.0.device)
+    }
+
     fn memory_info(&self) -> Result<MemoryInfo> {
         let call = Call::MemoryInfo;
         let _current = self.inner.enter(call)?;

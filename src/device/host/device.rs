@@ -38,6 +38,14 @@ impl Device for HostDevice {
         }
     }
 
+    fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    fn owns(&self, stream: &HostStream) -> bool {
+        Arc::ptr_eq(&self.inner, &stream.0.device)
+    }
+
     fn memory_info(&self) -> Result<MemoryInfo> {
         Ok(self.enter(Call::MemoryInfo)?.world.memory.info())
     }
