@@ -719,6 +719,7 @@ pub(crate) fn alloc_in<D: Device>(
     };
     let birth = Birth {
         stream: stream.clone(),
+        stream_id: shared.device.stream_id(stream),
         capture: handed.born,
         at,
     };

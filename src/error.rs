@@ -41,6 +41,17 @@ pub enum Error {
         of: u64,
     },
 
+    /// Another number of bytes than the tensor has.
+    #[error(
+        "{bytes} B are to be written over a tensor of {of} B: give as many as it has, or write to a view of it"
+    )]
+    Length {
+        /// How many were given.
+        bytes: u64,
+        /// How many it has.
+        of: u64,
+    },
+
     /// No pool has this id.
     #[error(
         "there is no pool {0}: it was never made, or its last graph, handle and block are gone"
@@ -143,12 +154,12 @@ pub enum Error {
         output: usize,
     },
 
-    /// `run` was called from inside a function's closure.
+    /// `run`, `invalidate` or `shutdown` was called from inside a function's closure.
     #[error(
-        "{function} was run from inside a function of the same tree; call it after the outer run has returned"
+        "{function} was called from inside a function of the same tree: a run, invalidate and shutdown come after the outer run has returned"
     )]
     Nested {
-        /// The function that was to be run.
+        /// The function that was to be run or invalidated; "shutdown".
         function: Arc<str>,
     },
 

@@ -18,7 +18,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use crate::allocator::{Memory, PoolHandle, Uses};
-use crate::device::{Device, DevicePtr};
+use crate::device::{CaptureStatus, Device, DeviceError, DevicePtr};
 use crate::error::{Made, Stale};
 use crate::pool::Allocation;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, OnceLock, lock, raise};
@@ -118,11 +118,16 @@ struct Custody<D: Device> {
     uses: Uses<D>,
     /// Where it moved out to: what keeps that memory.
     refuge: Option<Tensor<D>>,
+    /// The copy that it moved out by, until it is known to be done.
+    copied: Option<Arc<Copied<D>>>,
     /// Flags to raise at its death.
     watchers: Vec<Weak<AtomicBool>>,
     /// Who ended its last generations, the latest first.
     taken: [Option<Taken>; 4],
 }
+
+/// The stream that a copy was made on, and the event behind it.
+pub(crate) type Copied<D> = (<D as Device>::Stream, <D as Device>::Event);
 
 /// A generation that was ended while it was held: its stamp, the function whose run ended it, and that run's call.
 type Taken = (u64, Arc<str>, &'static Location<'static>);
@@ -143,11 +148,16 @@ pub(crate) enum Source<D: Device> {
 pub(crate) struct Birth<D: Device> {
     /// The stream it is for.
     pub(crate) stream: D::Stream,
+    /// Its number within the device.
+    pub(crate) stream_id: u32,
     /// Serial of the capture underway on that stream, or 0.
     pub(crate) capture: u64,
     /// The call that asked for it.
     pub(crate) at: &'static Location<'static>,
 }
+
+/// The number of no stream.
+const NO_STREAM: u32 = u32::MAX;
 
 /// A place in device memory: address, length, identity. It never moves.
 pub(crate) struct Storage<D: Device> {
@@ -157,6 +167,8 @@ pub(crate) struct Storage<D: Device> {
     bytes: u64,
     /// Length of the block it has, or had, in the pool; `bytes` where it never had one.
     extent: u64,
+    /// The number of the stream it was allocated for; `NO_STREAM` for memory that was not.
+    stream_id: u32,
     word: Word,
     /// It has one generation only: its handles cannot go stale.
     eternal: bool,
@@ -183,6 +195,7 @@ impl<D: Device> Storage<D> {
             ptr: AtomicU64::new(block.address()),
             bytes,
             extent: block.bytes(),
+            stream_id: birth.stream_id,
             word: Word::new(true, 1),
             eternal,
             made_at: birth.at,
@@ -194,6 +207,7 @@ impl<D: Device> Storage<D> {
                 born: birth.capture,
                 uses: Uses::new(),
                 refuge: None,
+                copied: None,
                 watchers: Vec::new(),
                 taken: Default::default(),
             }),
@@ -214,6 +228,7 @@ impl<D: Device> Storage<D> {
             ptr: AtomicU64::new(ptr.0),
             bytes,
             extent: bytes,
+            stream_id: NO_STREAM,
             word: Word::new(false, 1),
             eternal: true,
             made_at,
@@ -225,6 +240,7 @@ impl<D: Device> Storage<D> {
                 born: 0,
                 uses: Uses::new(),
                 refuge: None,
+                copied: None,
                 watchers: Vec::new(),
                 taken: Default::default(),
             }),
@@ -451,13 +467,14 @@ impl<D: Device> Storage<D> {
 
     /// Moves its bytes' identity out of the tree: from here on it lies in `refuge`, where its bytes were copied, with all its handles; its generation does not end.
     /// Whoever had it as an output has another storage in its place (see [`replacement`](Storage::replacement)). The block it owned, if any.
-    pub(crate) fn move_out(&self, refuge: Tensor<D>, stream: &D::Stream) -> Option<Allocation> {
+    pub(crate) fn move_out(&self, refuge: Tensor<D>, copied: Arc<Copied<D>>) -> Option<Allocation> {
         let home = self.home.get();
         let block = {
             let mut custody = lock(&self.custody);
             self.ptr.store(refuge.address().0, Ordering::Release);
             custody.refuge = Some(refuge);
-            custody.stream = Some(stream.clone());
+            custody.stream = Some(copied.0.clone());
+            custody.copied = Some(copied);
             (custody.born, custody.uses) = (0, Uses::new());
             custody.block.take()
         };
@@ -472,6 +489,28 @@ impl<D: Device> Storage<D> {
         block
     }
 
+    /// Makes a stream wait for the copy that the storage moved out by, if it did: work enqueued there before knows nothing of it. A stream that captures cannot
+    /// wait for it.
+    pub(crate) fn await_copy(&self, device: &D, stream: &D::Stream) -> Result<(), DeviceError> {
+        if self.eternal || !self.moved.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let Some(copied) = lock(&self.custody).copied.clone() else {
+            return Ok(());
+        };
+        if copied.0 == *stream {
+            return Ok(());
+        }
+        if device.poll_event(&copied.1)? {
+            lock(&self.custody).copied = None;
+            return Ok(());
+        }
+        match device.capture_status(stream)? {
+            CaptureStatus::None => device.wait(stream, &copied.1),
+            _ => Ok(()),
+        }
+    }
+
     /// A storage for the same output at the same place, which nobody holds. Before the move.
     pub(crate) fn replacement(&self, id: StorageId) -> Option<Arc<Self>> {
         let (Source::Pool(memory), Some(home)) = (&self.source, self.home.get()) else {
@@ -482,6 +521,7 @@ impl<D: Device> Storage<D> {
         let mut new = Storage::unowned(id, place, self.bytes, source, self.made_at);
         let storage = Arc::get_mut(&mut new)?;
         (storage.extent, storage.eternal, storage.word) = (self.extent, false, Word::new(false, 0));
+        storage.stream_id = self.stream_id;
         storage.home = OnceLock::from(Home {
             function: home.function.clone(),
             output: home.output,
@@ -536,6 +576,20 @@ impl<D: Device> Storage<D> {
         // Its death has no place in the order of one stream.
         if !self.eternal {
             self.hush();
+        }
+    }
+
+    /// Whether it may be memory outside of trees for another stream than the one of this number.
+    #[inline]
+    pub(crate) fn is_elsewhere(&self, stream_id: u32) -> bool {
+        self.stream_id != stream_id && self.stream_id != NO_STREAM && self.is_eternal()
+    }
+
+    /// Notes that a run on a stream uses it, where it is of memory outside of trees, and its own stream is another: it may be dropped as soon as the run has returned.
+    pub(crate) fn used_by_run(&self, stream: &D::Stream) {
+        let elsewhere = || self.freed_on().is_some_and(|own| own != *stream);
+        if self.is_eternal() && elsewhere() {
+            self.use_on(stream);
         }
     }
 

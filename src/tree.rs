@@ -65,6 +65,7 @@ pub use outputs::Outputs;
 pub use policy::{Budget, MovePolicy, OnMove, OnOverwrite};
 pub use prepare::{Prepare, Prepared};
 pub use reason::{Advice, FunctionReport, Reason, ReasonKind};
+use recorder::Made;
 pub use recorder::Recorder;
 pub use view::{Counts, FunctionView, HeldView, InputView, NodeView, OutputView, TreeView};
 
@@ -103,6 +104,8 @@ struct Inner<D: Device> {
     untidy: Arc<AtomicBool>,
     /// Who is told of advice.
     on_advice: Mutex<Option<AdviceHook>>,
+    /// State of functions.
+    made: Made<D>,
     /// What runs inside captures of the caller's have used.
     inlined: Mutex<Inlined<D>>,
     /// Told when the tree is not busy any more.
@@ -184,6 +187,7 @@ impl<D: Device> GraphTrees<D> {
                 state: Mutex::new(State::new()),
                 untidy: Arc::default(),
                 on_advice: Mutex::default(),
+                made: Made::default(),
                 inlined: Mutex::default(),
                 idle: Condvar::new(),
             }),
@@ -223,6 +227,12 @@ impl<D: Device> GraphTrees<D> {
                 &name,
                 format!("input {position} is bound twice"),
             ));
+        }
+        if let Some(twice) = statics.windows(2).find(|w| w[0].0 == w[1].0) {
+            let (position, first, second) = (twice[0].0, twice[0].1, twice[1].1);
+            let detail =
+                format!("input {position} is declared static twice, at {first} and at {second}");
+            return Err(inputs_error(&name, detail));
         }
         if let Some((position, _)) = bound
             .iter()
@@ -473,6 +483,7 @@ impl<D: Device> Inner<D> {
         let variant = match state.functions[key].variant(variant_key) {
             Some(variant) => variant,
             None => {
+                state.functions[key].all_declared_fit(args.len())?;
                 let added;
                 (state, added) = self.add_variant(state, key, variant_key);
                 added
@@ -483,6 +494,7 @@ impl<D: Device> Inner<D> {
         for arg in &*args {
             if let Some(tensor) = arg.tensor() {
                 tensor.check()?;
+                tensor.await_copy(self.allocator.device(), stream)?;
             }
             gives |= arg.is_given();
         }

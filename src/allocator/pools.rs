@@ -370,6 +370,7 @@ impl<D: Device> PoolHandle<D> {
         })?;
         let birth = Birth {
             stream: stream.clone(),
+            stream_id: self.shared.device.stream_id(stream),
             capture: 0,
             at,
         };

@@ -257,6 +257,7 @@ impl<D: Device> Tensor<D> {
         // Another thread's run may have taken the memory while the copy was underway: then it is stale, or lies elsewhere by now.
         loop {
             let from = self.ptr()?;
+            self.await_copy(device, stream)?;
             if self.bytes > 0 {
                 device.read(stream, &mut bytes, from)?;
             }
@@ -269,17 +270,17 @@ impl<D: Device> Tensor<D> {
     /// Copies host bytes over the whole range, in stream order. `src` has been read when the call returns.
     ///
     /// # Errors
-    /// [`Error::View`] where the lengths differ; [`Error::Stale`]; [`Error::ForeignTensor`] on another device; the device's own.
+    /// [`Error::Length`] where the lengths differ; [`Error::Stale`]; [`Error::ForeignTensor`] on another device; the device's own.
     pub fn write(&self, device: &D, stream: &D::Stream, src: &[u8]) -> Result<()> {
         self.check()?;
         self.check_on(device)?;
         if src.len() as u64 != self.bytes {
-            return Err(Error::View {
-                offset: 0,
+            return Err(Error::Length {
                 bytes: src.len() as u64,
                 of: self.bytes,
             });
         }
+        self.await_copy(device, stream)?;
         if self.bytes > 0 {
             device.write(stream, self.address(), src)?;
         }
@@ -289,6 +290,16 @@ impl<D: Device> Tensor<D> {
     /// Refuses another device than its own.
     fn check_on(&self, device: &D) -> Result<()> {
         refuse_tensor(device, self, || "the tensor".into())
+    }
+
+    /// Makes a stream wait for the copy by which an output of an ended step was kept, if it was.
+    pub(crate) fn await_copy(&self, device: &D, stream: &D::Stream) -> Result<()> {
+        if self.stamp != ETERNAL
+            && let Some(storage) = &self.storage
+        {
+            storage.await_copy(device, stream)?;
+        }
+        Ok(())
     }
 
     /// A handle that does not own.

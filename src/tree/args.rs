@@ -25,7 +25,8 @@ pub enum Arg<'a, D: Device> {
     Taken,
 }
 
-/// A lent input.
+/// A lent input. It may be dropped when the run has returned, whatever stream it is of: its memory is not used again before the run has read it. (A static
+/// input is read where it lies by every later replay too: who passes it keeps it.)
 pub fn lend<D: Device>(tensor: &Tensor<D>) -> Arg<'_, D> {
     Arg::Lend(tensor)
 }

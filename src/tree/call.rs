@@ -35,6 +35,14 @@ pub(super) struct Call<'c, 'a, D: Device> {
 }
 
 impl<D: Device> Call<'_, '_, D> {
+    /// Notes that the call's stream uses its inputs: those of other streams may be dropped as soon as it has returned, and are not overwritten before they have
+    /// been read.
+    pub(super) fn note_uses(&self) {
+        for storage in self.args.iter().filter_map(|arg| arg.tensor()?.storage()) {
+            storage.used_by_run(self.stream);
+        }
+    }
+
     /// Ends what was fed: the work that reads it has been enqueued, and may have been to write over it.
     pub(super) fn end_fed(&self) {
         self.fed.iter().for_each(|storage| self.end_one(storage));
@@ -256,7 +264,7 @@ impl<D: Device> Inner<D> {
             };
             return Ok((spec, Some(Slot::Tensor(tensor.clone()))));
         }
-        let place = self.pool.alloc_at(&self.stream, bytes, tensor.made_at())?;
+        let place = self.pool.alloc_at(&self.stream, bytes, call.at)?;
         born.note(&place);
         placed.gather.push(GatherSlot {
             dst: place.address(),
@@ -319,6 +327,7 @@ impl<D: Device> Inner<D> {
             born,
             allocator: &self.allocator,
             said: Said::default(),
+            made: &self.made,
         };
         let call = || match body(&mut recorder, inputs) {
             Ok(outputs) => Outcome::Returned(outputs, std::mem::take(&mut recorder.said)),
@@ -500,27 +509,14 @@ impl<D: Device> Inner<D> {
         live
     }
 
-    /// Drops what was given of the tree's pool, and has not died inside. What was given from elsewhere is left to [`drop_given`], without the lock.
-    /// Its memory is not used again on another stream than the call's before the call's
-    /// work has run. The work is enqueued: if the device refuses the wait, the memory is kept out of circulation rather than reused too early.
+    /// Drops what was given of the tree's pool, and has not died inside. What was given from elsewhere is left to [`drop_given`], without the lock; its
+    /// memory is not used again on another stream than the call's before the call's work has run.
     pub(super) fn give_up(&self, call: &mut Call<'_, '_, D>) {
         for arg in &mut *call.args {
             let Arg::Give(tensor) = &*arg else { continue };
             let ours = |storage: &Arc<Storage<D>>| storage.in_pool(&self.pool);
             if tensor.storage().is_none_or(ours) {
                 drop(arg.take());
-                continue;
-            }
-            let elsewhere = tensor
-                .storage()
-                .filter(|storage| storage.is_eternal())
-                .and_then(|storage| storage.freed_on())
-                .filter(|stream| stream != call.stream);
-            if let Some(stream) = elsewhere
-                && let Err(error) = self.follow(call.stream, &stream)
-            {
-                tracing::error!(%error, "a given input's stream could not be ordered after the run; its memory is not reused");
-                std::mem::forget(arg.take());
             }
         }
     }

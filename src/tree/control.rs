@@ -53,8 +53,8 @@ impl<D: Device> GraphTrees<D> {
         lock(&self.inner.state).refused = kinds.iter().fold(0, |all, kind| all | kind.bit());
     }
 
-    /// Tells `hook` of advice from now on: once for each function and kind of reason it first ran eagerly for. It is called at the end of that run, without a
-    /// lock. (Advice is also a `tracing` warning.)
+    /// Tells `hook` of advice from now on: once for each function and kind of reason it first ran eagerly for, where
+    /// something can be done about it (not for keys that are not to be captured, and graphs too small). It is called at the end of that run, without a lock. (Advice is also a `tracing` warning.)
     pub fn on_advice(&self, hook: impl Fn(&Advice) + Send + Sync + 'static) {
         let old = lock(&self.inner.on_advice).replace(Arc::new(hook));
         drop(old);

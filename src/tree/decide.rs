@@ -164,10 +164,14 @@ impl<D: Device> State<D> {
     /// An input that the function writes, and that it would get a copy of.
     fn mutated_copy(&self, function: &FunctionState<D>, args: &[Arg<'_, D>]) -> Option<usize> {
         let written = |index: &usize| {
+            let position = function.position(*index);
             let storage = args[*index].tensor().and_then(Tensor::storage);
-            function.mutates(function.position(*index))
-                && storage.is_some_and(|s| !self.on_path(s))
-                && !function.in_place(*index, &args[*index])
+            // As it is placed: what is declared static is in place if it is aligned, also where it is an output of the path.
+            let copied = |s: &Arc<Storage<D>>| match function.is_static(position) {
+                true => !function.in_place(*index, &args[*index]),
+                false => !self.on_path(s),
+            };
+            function.mutates(position) && storage.is_some_and(copied)
         };
         (0..args.len()).find(written)
     }

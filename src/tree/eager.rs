@@ -15,7 +15,7 @@ use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle};
 use crate::device::{Device, DevicePtr, GatherSlot};
 use crate::error::{Phase, Result};
-use crate::sync::MutexGuard;
+use crate::sync::{MutexGuard, lock};
 
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given inputs are as the closure
@@ -35,6 +35,7 @@ impl<D: Device> Inner<D> {
         let _bound = state.functions[call.function].hold_bound();
         let mut state = state;
         self.order(&mut state, call.stream)?;
+        call.note_uses();
         let pool = self.allocator.default_pool();
         let inputs = self.inputs_for_eager(&state, &mut call, &pool)?;
         state.use_stream(call.stream);
@@ -43,6 +44,13 @@ impl<D: Device> Inner<D> {
         let (mut state, outcome) = self.unlocked(state, || {
             let body = (call.name, &body);
             self.call_body_on(body, inputs, Phase::Eager, &born, call.stream, &pool)
+        });
+        // State of whatever function may have been used, on another stream than the one it was made on.
+        lock(&self.made).retain(|made| {
+            made.upgrade().is_some_and(|storage| {
+                storage.used_by_run(call.stream);
+                storage.owners() > 0
+            })
         });
         call.end_fed();
         state.drop_carried();
@@ -116,14 +124,10 @@ impl<D: Device> Inner<D> {
                 given.storage().inspect(|s| s.hush());
                 continue;
             }
-            if let Some(storage) = given.storage() {
-                // Its memory may be free for another stream as soon as the closure drops it.
-                let elsewhere = storage.freed_on().is_some_and(|on| on != *call.stream);
-                if storage.is_eternal() && elsewhere {
-                    storage.use_on(call.stream);
-                } else if !storage.is_eternal() {
-                    storage.hand_over(call.stream);
-                }
+            if let Some(storage) = given.storage()
+                && !storage.is_eternal()
+            {
+                storage.hand_over(call.stream);
             }
             *slot = Slot::Tensor(given);
         }

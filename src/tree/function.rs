@@ -406,6 +406,25 @@ impl<D: Device> FunctionState<D> {
         self.variants.iter().position(|v| v.key.as_slice() == key)
     }
 
+    /// Refuses a key's first run where a position is declared that it does not have: a slip there would be a lost write, or a copy where none was wanted.
+    pub(super) fn all_declared_fit(&self, passed: usize) -> Result<()> {
+        let total = passed + self.bound.len();
+        let statics = self
+            .statics
+            .iter()
+            .map(|(position, _)| (*position, "static"));
+        let written = self.settings.mutates.iter().map(|p| (*p, "written"));
+        let Some((position, what)) = statics.chain(written).find(|(p, _)| *p >= total) else {
+            return Ok(());
+        };
+        Err(Error::Inputs {
+            function: self.name.clone(),
+            detail: format!(
+                "input {position} is declared {what}, and the run has {total} inputs, bound ones included; positions count from 0"
+            ),
+        })
+    }
+
     /// A variant for a key that has none yet.
     pub(super) fn add_variant(&mut self, key: &[i64], wanted: bool) -> usize {
         self.variants.push(Variant {

@@ -30,7 +30,7 @@ impl<D: Device> Inner<D> {
             });
             storage.owners() == given.count() as u64
         };
-        let held: Vec<Arc<Storage<D>>> = state
+        let ended: Vec<Arc<Storage<D>>> = state
             .path
             .iter()
             .chain(&state.carried)
@@ -39,21 +39,35 @@ impl<D: Device> Inner<D> {
             .filter(|storage| !given_up(storage))
             .cloned()
             .collect();
-        if held.is_empty() {
+        if ended.is_empty() {
             return Ok(());
         }
+        // Held meanwhile: another thread's last drop would take the memory from under the copy.
+        let mut held = Vec::with_capacity(ended.len());
+        for storage in ended {
+            match Tensor::hold(&storage) {
+                Some(handle) => held.push((storage, handle)),
+                None => storage.settled(),
+            }
+        }
         self.order(state, stream)?;
-        let pool = self.allocator.default_pool();
+        let (pool, device) = (self.allocator.default_pool(), self.allocator.device());
         let mut refuges = Vec::with_capacity(held.len());
-        for storage in &held {
+        for (storage, _) in &held {
             let refuge = pool.alloc_at(stream, storage.bytes(), storage.made_at())?;
-            let device = self.allocator.device();
             device.copy(stream, refuge.address(), storage.ptr(), storage.bytes())?;
             refuges.push(refuge);
         }
-        for (storage, refuge) in held.iter().zip(refuges) {
+        let event = device.create_event()?;
+        device.record(&event, stream)?;
+        let copied = Arc::new((stream.clone(), event));
+        for ((storage, _), refuge) in held.iter().zip(refuges) {
             state.replace(storage, storage.replacement(self.allocator.next_storage()));
-            self.pool.let_go(storage.move_out(refuge, stream));
+            self.pool.let_go(storage.move_out(refuge, copied.clone()));
+        }
+        // The streams that this tree knows of find the bytes at the new place; any other waits when it asks for them (see `Storage::await_copy`).
+        for used in state.streams.iter().filter(|used| *used != stream) {
+            device.wait(used, &copied.1)?;
         }
         tracing::debug!(
             storages = held.len(),

@@ -43,6 +43,8 @@ pub enum OnOverwrite {
     Stale,
     /// They are copied out first: handles, views included, keep their values and their storage, at another address, with memory of the allocator's default pool.
     /// Work that other streams do with the old address by then is waited for only if the stream was named ([`record_stream`](crate::Tensor::record_stream)).
+    /// The copy is made on the stream of the run that ends the step; reads, writes, runs, and the streams that runs were called on wait for it. Who takes the new
+    /// address ([`ptr`](crate::Tensor::ptr)) to another stream waits for that run.
     Copy,
 }
 

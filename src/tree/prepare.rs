@@ -6,6 +6,7 @@ use super::{Arg, GraphTrees, Reason};
 use crate::device::Device;
 use crate::error::{Phase, Result};
 use crate::storage::Tensor;
+use crate::sync::lock;
 
 /// One key of a function to be recorded before it is wanted.
 #[derive(Clone, Debug)]
@@ -40,7 +41,7 @@ const MOST_RUNS: u32 = 16;
 impl<D: Device> GraphTrees<D> {
     /// Runs each request until it is recorded, every time as a step of its own: with nothing held, as it will be at the beginning of a step. What a function
     /// does to its static inputs is done that many times. `progress` is told of each; an error of one does not keep the others from being prepared. How many
-    /// are recorded now.
+    /// have a recording now: fewer than were recorded, where the budget is smaller than the list.
     ///
     /// Other threads may run functions meanwhile. Any order of the list gives the same answers; with the largest lengths first the pool grows the least.
     pub fn prepare<'a>(
@@ -49,7 +50,6 @@ impl<D: Device> GraphTrees<D> {
         requests: &[Prepare<'a, D>],
         mut progress: impl FnMut(&Prepared),
     ) -> usize {
-        let mut recorded = 0;
         for (index, request) in requests.iter().enumerate() {
             let mut prepared = Prepared {
                 index,
@@ -66,12 +66,19 @@ impl<D: Device> GraphTrees<D> {
                 prepared.reason = run.as_ref().ok().and_then(super::Outputs::reason);
                 prepared.outcome = run.map(|outputs| outputs.phase());
             }
-            recorded += usize::from(matches!(
-                prepared.outcome,
-                Ok(Phase::Record | Phase::Replay)
-            ));
             progress(&prepared);
         }
-        recorded
+        let is_recorded =
+            |request: &&Prepare<'a, D>| self.is_recorded(request.function, request.key);
+        requests.iter().filter(is_recorded).count()
+    }
+
+    /// Whether a key has a recording, wherever in the tree.
+    fn is_recorded(&self, function: &Function, key: &[i64]) -> bool {
+        let state = lock(&self.inner.state);
+        function
+            .key_in(&self.inner.owner)
+            .and_then(|f| Some((f, state.functions.get(f)?.variant(key)?)))
+            .is_some_and(|variant| state.nodes.values().any(|node| node.variant == variant))
     }
 }

@@ -102,6 +102,7 @@ impl<D: Device> Inner<D> {
         let mut state = state;
         state.functions[call.function].bound_inputs()?;
         self.order(&mut state, call.stream)?;
+        call.note_uses();
         // Before the new graph is made, so that there are never more than the budget says.
         let mut evicted = self.make_room(&mut state, 1);
         if let Err(error) = self.catch_up(&mut state, call.stream) {

@@ -2,12 +2,14 @@
 
 use std::fmt;
 use std::panic::Location;
+use std::sync::{Arc, Weak};
 
 use super::args::Value;
 use crate::allocator::{Allocator, Born, PoolHandle};
 use crate::device::{Device, KernelArg, LaunchConfig};
 use crate::error::{Phase, Result};
-use crate::storage::Tensor;
+use crate::storage::{Storage, Tensor};
+use crate::sync::{Mutex, lock};
 
 /// The closure's side of a warmup or a recording.
 ///
@@ -22,7 +24,12 @@ pub struct Recorder<'a, D: Device> {
     /// Where memory from outside of the tree comes from.
     pub(super) allocator: &'a Allocator<D>,
     pub(super) said: Said,
+    /// Where state is noted.
+    pub(super) made: &'a Made<D>,
 }
+
+/// State that functions have allocated, as long as they keep it.
+pub(super) type Made<D> = Mutex<Vec<Weak<Storage<D>>>>;
 
 /// What a closure said of its call, besides its outputs.
 #[derive(Default)]
@@ -57,7 +64,10 @@ impl<'a, D: Device> Recorder<'a, D> {
     #[track_caller]
     pub fn alloc_state(&mut self, bytes: u64) -> Result<Tensor<D>> {
         let pool = self.allocator.default_pool();
-        pool.alloc_at(self.stream, bytes, Location::caller())
+        let state = pool.alloc_at(self.stream, bytes, Location::caller())?;
+        let made = state.storage().map(Arc::downgrade);
+        lock(self.made).extend(made);
+        Ok(state)
     }
 
     /// Returns a host value beside the tensors, for [`Outputs::value`](crate::Outputs::value): a size, a flag, whatever goes with the outputs. A replay gives

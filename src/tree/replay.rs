@@ -176,10 +176,14 @@ impl<D: Device> Inner<D> {
     #[inline]
     fn find_sources(&self, node: &mut Node<D>, call: &Call<'_, '_, D>) -> Result<()> {
         node.sources.clear();
+        let stream_id = self.allocator.device().stream_id(call.stream);
         for index in &node.copied {
             let index = *index as usize;
             if let Some(tensor) = call.args[index].tensor() {
                 self.refuse_input(call.name, index, tensor)?;
+                if tensor.storage().is_some_and(|s| s.is_elsewhere(stream_id)) {
+                    call.note_uses();
+                }
                 node.sources.push(tensor.address());
             }
         }

@@ -35,6 +35,7 @@ impl<D: Device> Inner<D> {
         // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let _held = state.hold(call.args);
         self.order(&mut state, call.stream)?;
+        call.note_uses();
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
         state.use_stream(call.stream);
@@ -50,7 +51,6 @@ impl<D: Device> Inner<D> {
                 return Err(error);
             }
         };
-        self.lend_fed(&call);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(
             &mut call,
@@ -92,8 +92,6 @@ impl<D: Device> Inner<D> {
         for given in &given {
             given.storage.hand_over(call.stream);
         }
-        call.end_fed();
-        state.drop_carried();
         if let Some(panic) = panicked {
             drop(state);
             std::panic::resume_unwind(panic);
@@ -113,6 +111,9 @@ impl<D: Device> Inner<D> {
             // Nothing but a panic gives neither.
             (Ok(None), Ok(())) => return Ok(()),
         };
+        // A warmup that fails leaves it: nothing was written over it.
+        call.end_fed();
+        state.drop_carried();
         let live = self.settle(call.name, &sorted, call.stream);
         let slots = sorted
             .slots
