@@ -43,6 +43,8 @@ impl<D: Device> Inner<D> {
             return Ok(());
         }
         self.order(state, stream)?;
+        // What other threads write to them from here on goes to where they move.
+        let _stay: Vec<_> = held.iter().map(|storage| storage.stay()).collect();
         let pool = self.allocator.default_pool();
         let mut refuges = Vec::with_capacity(held.len());
         for storage in &held {
