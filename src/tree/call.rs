@@ -500,9 +500,9 @@ impl<D: Device> Inner<D> {
         live
     }
 
-    /// Drops what was given of the tree's pool, and has not died inside. What was given from elsewhere is left to [`drop_given`], without the lock.
-    /// Its memory is not used again on another stream than the call's before the call's
-    /// work has run. The work is enqueued: if the device refuses the wait, the memory is kept out of circulation rather than reused too early.
+    /// Drops what was given of the tree's pool, and has not died inside. What was given from elsewhere is left to [`drop_given`], without the lock. Its
+    /// memory is not used again on another stream than the call's before the call's work has run. The work is enqueued: if the device refuses the wait, the memory
+    /// is kept out of circulation rather than reused too early.
     pub(super) fn give_up(&self, call: &mut Call<'_, '_, D>) {
         for arg in &mut *call.args {
             let Arg::Give(tensor) = &*arg else { continue };
