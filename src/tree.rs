@@ -515,11 +515,10 @@ impl<D: Device> Inner<D> {
         if state.down {
             return Err(Error::ShutDown);
         }
-        if self
-            .captures(stream)
-            .map_err(|e| self.not_asked(stream, e))?
-        {
-            return self.inline(state, (function, key), stream, args, out, at);
+        match self.captures(stream) {
+            Ok(false) => {}
+            Ok(true) => return self.inline(state, (function, key), stream, args, out, at),
+            Err(error) => return Err(self.not_asked(stream, error)),
         }
         if self.untidy.load(Ordering::Acquire) {
             tidied.removed = self.tidy(&mut state);
@@ -626,20 +625,20 @@ impl<D: Device> Inner<D> {
             }
             self.answered(&mut state, key, reason);
         }
-        match choice {
-            Choice::Replay(node) => self.replay(state, node, call, &taken, out)?,
+        let done = match choice {
+            Choice::Replay(node) => self.replay(state, node, call, &taken, out),
             Choice::Record(reason, demoted) => {
                 call.demoted = &demoted;
-                self.record(state, call, reason, out)?;
+                self.record(state, call, reason, out)
             }
-            Choice::Warmup(reason) => self.warmup(state, call, reason, out)?,
-            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out)?,
-            Choice::Refuse(error) => return Err(*error),
-        }
-        if gives {
+            Choice::Warmup(reason) => self.warmup(state, call, reason, out),
+            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out),
+            Choice::Refuse(error) => Err(*error),
+        };
+        if gives && done.is_ok() {
             drop_given(args);
         }
-        Ok(())
+        done
     }
 
     /// A variant for a key that a function has not been run with. Whether it is captured, a closure of the caller's may say.
