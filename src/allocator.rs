@@ -625,6 +625,15 @@ impl<D: Device> Allocator<D> {
         )
     }
 
+    /// Whether a tensor is of this allocator's device: its own, or another allocator's of the same device.
+    #[inline]
+    pub(crate) fn reaches(&self, tensor: &Tensor<D>) -> bool {
+        let own = |memory: &Memory<D>| Arc::ptr_eq(&self.shared, &memory.shared);
+        tensor.storage().is_none_or(|storage| {
+            storage.memory().is_some_and(own) || storage.device().is_same(self.device())
+        })
+    }
+
     pub(crate) fn own(&self, pool: &PoolHandle<D>) -> Result<()> {
         if Arc::ptr_eq(&self.shared, &pool.shared) {
             Ok(())

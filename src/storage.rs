@@ -21,7 +21,7 @@ use crate::allocator::{Memory, PoolHandle, Uses};
 use crate::device::{CaptureStatus, Device, DeviceError, DevicePtr};
 use crate::error::{Made, Stale};
 use crate::pool::Allocation;
-use crate::sync::{AtomicBool, AtomicU64, Mutex, OnceLock, lock, raise};
+use crate::sync::{AtomicBool, AtomicU64, Mutex, MutexGuard, OnceLock, lock, raise};
 
 pub use tensor::{Tensor, WeakTensor};
 use word::{Release, Word};
@@ -176,6 +176,8 @@ pub(crate) struct Storage<D: Device> {
     home: OnceLock<Home>,
     /// It lies outside of the tree's pool now, and is no node's any more.
     moved: AtomicBool,
+    /// Held while the host enqueues a write by its address, and while it moves or a run ends its generation: so the write comes before or after.
+    place: Mutex<()>,
     custody: Mutex<Custody<D>>,
     source: Source<D>,
 }
@@ -201,6 +203,7 @@ impl<D: Device> Storage<D> {
             made_at: birth.at,
             home: OnceLock::new(),
             moved: AtomicBool::new(false),
+            place: Mutex::new(()),
             custody: Mutex::new(Custody {
                 block: Some(block),
                 stream: Some(birth.stream),
@@ -234,6 +237,7 @@ impl<D: Device> Storage<D> {
             made_at,
             home: OnceLock::new(),
             moved: AtomicBool::new(false),
+            place: Mutex::new(()),
             custody: Mutex::new(Custody {
                 block: None,
                 stream: None,
@@ -463,6 +467,11 @@ impl<D: Device> Storage<D> {
     /// Takes its block from it, while it is held: for one that is to be overwritten by the call that reads it.
     pub(crate) fn disown(&self) -> Option<Allocation> {
         lock(&self.custody).block.take()
+    }
+
+    /// Keeps it where it lies, in the generation it is in, until the guard is dropped.
+    pub(crate) fn stay(&self) -> MutexGuard<'_, ()> {
+        lock(&self.place)
     }
 
     /// Moves its bytes' identity out of the tree: from here on it lies in `refuge`, where its bytes were copied, with all its handles; its generation does not end.

@@ -207,7 +207,7 @@ impl<D: Device> GraphTrees<D> {
     /// same work each time for the same key and inputs of the same lengths; a replay repeats what the recording did.
     ///
     /// # Errors
-    /// [`Error::Inputs`] where a position is declared twice, or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
+    /// [`Error::Inputs`] where a position is bound twice, or bound and declared static, or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
     /// [`Error::StaticDied`] where it is gone; [`Error::ShutDown`].
     pub fn register<F>(&self, spec: FunctionSpec<D>, body: F) -> Result<Function>
     where
@@ -331,12 +331,31 @@ impl<D: Device> GraphTrees<D> {
     /// [`Graph`](crate::Graph) that was captured so) as long as it is launched. All that such a run allocates, outputs included, is of a pool
     /// of its own, and is not used again as long as the tree lives.
     ///
+    /// Given inputs are dropped by the run's end, when no lock is held: what keeps imported memory may call the tree. (Inside an eager run's closure it is a closure's call.)
+    ///
     /// # Errors
-    /// [`Error::Function`] where the closure fails; [`Error::Untracked`] where it keeps pool memory; [`Error::Stale`] for an input of an
-    /// ended generation; [`Error::Nested`]; [`Error::StaticDied`]; the pool's and the device's. Given inputs that were not given up are left in `args`.
+    /// Before anything is done:
+    /// * [`Error::ForeignHandle`]: function or step are another tree's. [`Error::ForeignStream`], [`Error::ForeignTensor`]: stream or input are another device's.
+    /// * [`Error::Nested`]: from inside a closure of the tree. [`Error::ShutDown`].
+    /// * [`Error::Stale`]: an input of a generation that was taken. [`Error::StaticDied`]: a bound tensor is gone.
+    /// * [`Error::Inputs`]: an input was [taken](Arg::Taken) by an earlier run, or one is bound at a position that the call does not have.
+    /// * [`Error::InputMoved`]: an input moved, and [`OnMove::Error`] is the function's policy. [`Error::Refused`]: it would be no replay, for a reason that
+    ///   was made an error ([`refuse`](GraphTrees::refuse)); where that comes out only in a recording, the closure was called, and that was undone.
+    ///
+    /// From the closure, with its recording undone, or what it allocated in a warmup given back (what it enqueued there runs):
+    /// * [`Error::Function`]: it failed. [`Error::Untracked`]: it kept memory of the pool. [`Error::ForeignOutput`]: it returned an output that it was not passed.
+    /// * [`Error::Stale`], [`Error::ForeignTensor`]: what it returned is stale, or of another device.
+    ///
+    /// At any point:
+    /// * [`Error::Pool`]: above all [`PoolError::OutOfMemory`](crate::pool::PoolError::OutOfMemory).
+    /// * [`Error::Device`]: the device's. With [`Code::StreamCaptureInvalidated`](crate::device::Code::StreamCaptureInvalidated) where `stream` captures and its capture is broken, with
+    ///   [`Code::StreamCaptureIsolation`](crate::device::Code::StreamCaptureIsolation) where a stream that earlier runs were called on, or their outputs used, captures now. A refusal because of the
+    ///   tree's own capture is none: the call is answered eagerly.
+    ///
+    /// Generations whose tokens were dropped have ended all the same. Given inputs that were not given up are left in `args`.
     ///
     /// # Panics
-    /// Only with the closure's own panic, after everything is as it was.
+    /// Only with the panic of the function's closure (or of the one that [chooses keys](FunctionSpec::capture_if)), after everything is as it was.
     #[track_caller]
     pub fn run(
         &self,
@@ -434,11 +453,10 @@ impl<D: Device> Inner<D> {
         if state.down {
             return Err(Error::ShutDown);
         }
-        if self
-            .captures(stream)
-            .map_err(|e| self.not_asked(stream, e))?
-        {
-            return self.inline(state, (function, key), stream, args, out, at);
+        match self.captures(stream) {
+            Ok(false) => {}
+            Ok(true) => return self.inline(state, (function, key), stream, args, out, at),
+            Err(error) => return Err(self.not_asked(stream, error)),
         }
         if self.untidy.load(Ordering::Acquire) {
             tidied.removed = self.tidy(&mut state);
@@ -553,20 +571,20 @@ impl<D: Device> Inner<D> {
             }
             self.answered(&mut state, key, reason);
         }
-        match choice {
-            Choice::Replay(node) => self.replay(state, node, call, &taken, out)?,
+        let done = match choice {
+            Choice::Replay(node) => self.replay(state, node, call, &taken, out),
             Choice::Record(reason, demoted) => {
                 call.demoted = &demoted;
-                self.record(state, call, reason, out)?;
+                self.record(state, call, reason, out)
             }
-            Choice::Warmup(reason) => self.warmup(state, call, reason, out)?,
-            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out)?,
-            Choice::Refuse(error) => return Err(*error),
-        }
-        if gives {
+            Choice::Warmup(reason) => self.warmup(state, call, reason, out),
+            Choice::Eager(reason) | Choice::Skip(reason) => self.eager(state, call, reason, out),
+            Choice::Refuse(error) => Err(*error),
+        };
+        if gives && done.is_ok() {
             drop_given(args);
         }
-        Ok(())
+        done
     }
 
     /// A variant for a key that a function has not been run with. Whether it is captured, a closure of the caller's may say.

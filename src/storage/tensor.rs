@@ -193,6 +193,11 @@ impl<D: Device> Tensor<D> {
 
     /// Address of the range's first byte, to be used in work that is enqueued while the handle is held.
     ///
+    /// Of memory outside of trees it is good as long as a handle is held. Of an output it is good, on whatever thread, as long as the token of its step lives
+    /// besides: no run takes or moves the memory before. Once the token was dropped, any thread's next run may: then it goes stale, or
+    /// ([`OnOverwrite::Copy`](crate::OnOverwrite::Copy)) lies elsewhere, and work with the old address that is enqueued after that run touches the run's memory. Of work that was enqueued
+    /// before, a run waits for that on the streams that runs were called on or that were [named](Tensor::record_stream).
+    ///
     /// # Errors
     /// [`Error::Stale`], as [`check`](Tensor::check).
     pub fn ptr(&self) -> Result<DevicePtr> {
@@ -269,11 +274,17 @@ impl<D: Device> Tensor<D> {
 
     /// Copies host bytes over the whole range, in stream order. `src` has been read when the call returns.
     ///
+    /// Another thread's run may end the tensor's generation, or move it, meanwhile (see [`ptr`](Tensor::ptr) for when): the bytes are enqueued either before that, and move with
+    /// it, or after, to where it lies then, or not at all: [`Error::Stale`]. Never over the memory of that run. (As far as the streams are ordered: see [`record_stream`](Tensor::record_stream).)
+    ///
     /// # Errors
     /// [`Error::Length`] where the lengths differ; [`Error::Stale`]; [`Error::ForeignTensor`] on another device; the device's own.
     pub fn write(&self, device: &D, stream: &D::Stream, src: &[u8]) -> Result<()> {
-        self.check()?;
         self.check_on(device)?;
+        // Of a storage that may move, this thread's check and its work are one step for the thread that moves it.
+        let storage = self.storage.as_ref().filter(|s| !s.never_moves());
+        let _stays = storage.map(|s| s.stay());
+        self.check()?;
         if src.len() as u64 != self.bytes {
             return Err(Error::Length {
                 bytes: src.len() as u64,

@@ -182,9 +182,11 @@ impl<D: Device> Inner<D> {
         index: usize,
         tensor: &Tensor<D>,
     ) -> Result<()> {
-        refuse_tensor(self.allocator.device(), tensor, || {
-            format!("input {index} of {name}")
-        })
+        if self.allocator.reaches(tensor) {
+            Ok(())
+        } else {
+            Err(foreign_input(name, index))
+        }
     }
 
     /// Refuses outputs that cannot be handed out, whatever they are.
@@ -596,6 +598,13 @@ pub(super) fn all_bound_fit<D: Device>(
         "input {position} is bound, but the run passes {passed} inputs, so there are only {total} in all"
     );
     Err(inputs_error(function, detail))
+}
+
+#[cold]
+fn foreign_input(name: &Arc<str>, index: usize) -> Error {
+    Error::ForeignTensor {
+        what: format!("input {index} of {name}"),
+    }
 }
 
 /// Drops what is left of the given inputs of a run that is done. No lock is held: of memory that was imported, the keeper is the caller's, and may do

@@ -117,6 +117,10 @@ impl<D: Device> FunctionSpec<D> {
 
     /// The input at `position` keeps its address from call to call; it is never copied, and another address is another recording (or what
     /// [`on_static_move`](FunctionSpec::on_static_move) says). Held weakly: when the tensor dies, the recordings that have its address go.
+    ///
+    /// An output of the path that is passed there is used as such, in place; if it is another one later, that is a move of a static input. One of an
+    /// ended generation is read in place too. Where the address is no multiple of [`align`](FunctionSpec::align), the input is copied in. A [bound](FunctionSpec::bind) position is static already, and is not
+    /// declared so too.
     #[track_caller]
     #[must_use]
     pub fn static_input(mut self, position: usize) -> Self {
@@ -125,7 +129,10 @@ impl<D: Device> FunctionSpec<D> {
     }
 
     /// The function writes to the input at `position`, and the caller is to see it. That is so where the input is used in place: where it is static, or an
-    /// output of the path. In any other call the function runs eagerly ([`Reason::InputMutated`](crate::Reason::InputMutated)).
+    /// output of the path. In any other call the function runs eagerly ([`Reason::InputMutated`](crate::Reason::InputMutated)), on the input itself.
+    ///
+    /// So a static input that is not [aligned](FunctionSpec::align) runs eagerly, and [`OnMove::Copy`](crate::OnMove::Copy) is not for an input that is written: it is recorded again
+    /// where it moved. The other policies hold for it as for any. A bound input is in place always.
     #[must_use]
     pub fn mutates(mut self, position: usize) -> Self {
         self.settings.mutates.push(position);
@@ -134,28 +141,36 @@ impl<D: Device> FunctionSpec<D> {
     }
 
     /// The function wants its inputs at multiples of `bytes`. A static input at another address is copied in as if it were not static (and if the
-    /// function writes to it, the call runs eagerly). Copied inputs lie at multiples of 512 anyway.
+    /// function writes to it, the call runs eagerly). Copied inputs lie at multiples of 512 anyway. Outputs of the path at positions that are not static, and bound inputs, are
+    /// used where they lie, whatever this says.
+    ///
+    /// An input that is copied for its address does not move: [`on_static_move`](FunctionSpec::on_static_move) is asked when an input that was used in place comes to lie elsewhere, also at an address that is not
+    /// aligned.
     #[must_use]
     pub fn align(mut self, bytes: u64) -> Self {
         self.settings.align = bytes.max(1);
         self
     }
 
-    /// What is done when a static input has moved; by default it is recorded again, each time.
+    /// What is done when a static input has moved; by default it is recorded again, each time. Of inputs that the function [writes](FunctionSpec::mutates) or returns,
+    /// [`MovePolicy`] says what holds. A run of which several inputs moved follows the policy of each that has reached its count; what is not recording goes before. Recordings
+    /// on account of moves count for [`max_recordings`](FunctionSpec::max_recordings) and [`max_recordings_at_a_place`](FunctionSpec::max_recordings_at_a_place) too.
     #[must_use]
     pub fn on_static_move(mut self, policy: MovePolicy) -> Self {
         self.settings.on_static_move = policy;
         self
     }
 
-    /// What is done when an input that was an output of the path is another, or none, at a later call; by default it is recorded again, each time.
+    /// What is done when an input that was an output of the path is another, or none, at a later call; by default it is recorded again, each time. At a position that is
+    /// declared static, [`on_static_move`](FunctionSpec::on_static_move) is asked in its place.
     #[must_use]
     pub fn on_managed_move(mut self, policy: MovePolicy) -> Self {
         self.settings.on_managed_move = policy;
         self
     }
 
-    /// How many recordings the function may have, of all keys and at all places of the tree; 1,024 unless said. Beyond, what is not recorded runs eagerly.
+    /// How many recordings the function may have, of all keys and at all places of the tree; 1,024 unless said. Beyond, what is not recorded runs eagerly, and no key is
+    /// warmed up.
     #[must_use]
     pub fn max_recordings(mut self, recordings: usize) -> Self {
         self.settings.limits.recordings = recordings;
@@ -169,7 +184,7 @@ impl<D: Device> FunctionSpec<D> {
         self
     }
 
-    /// Only these keys are captured, the others run eagerly.
+    /// Only these keys are captured, the others run eagerly. In place of what [`capture_if`](FunctionSpec::capture_if) said before.
     #[must_use]
     pub fn capture_keys<'k>(mut self, keys: impl IntoIterator<Item = &'k [i64]>) -> Self {
         let keys = keys.into_iter().map(Key::from_slice).collect();
@@ -178,14 +193,15 @@ impl<D: Device> FunctionSpec<D> {
     }
 
     /// Only keys that `wanted` says yes to are captured, the others run eagerly. It is asked once for each key, at its first run, as a closure of the tree: no lock
-    /// is held, a run from inside is [`Error::Nested`], and its panic is the run's.
+    /// is held, a run from inside is [`Error::Nested`], and its panic is the run's. In place of what [`capture_keys`](FunctionSpec::capture_keys) said before.
     #[must_use]
     pub fn capture_if(mut self, wanted: impl Fn(&[i64]) -> bool + Send + Sync + 'static) -> Self {
         self.settings.keys = Keys::If(Arc::new(wanted));
         self
     }
 
-    /// A graph of fewer nodes is not kept: it costs more than it saves. The key then runs eagerly for good.
+    /// A graph of fewer nodes is not kept: it costs more than it saves. The key then runs eagerly for good (until [`invalidate`](crate::GraphTrees::invalidate)). The gather
+    /// of copied inputs is one of its nodes.
     #[must_use]
     pub fn min_graph_nodes(mut self, nodes: usize) -> Self {
         self.settings.min_nodes = nodes;
@@ -193,8 +209,9 @@ impl<D: Device> FunctionSpec<D> {
     }
 
     /// The input at `position` is this tensor, in every call: static, and not passed to `run`, which then costs nothing for it. Held weakly: who
-    /// binds it keeps it. Positions count all inputs as the closure sees them, bound and passed; a function with bound inputs after the passed
-    /// ones needs no renumbering.
+    /// binds it keeps it. Positions, here and in the other methods, count all inputs as the closure sees them, bound and passed; a function with bound inputs after the passed
+    /// ones needs no renumbering. The tensor is used where it lies, whatever [`align`](FunctionSpec::align) says, and may be
+    /// [written](FunctionSpec::mutates); it does not move.
     #[must_use]
     pub fn bind(mut self, position: usize, tensor: &Tensor<D>) -> Self {
         self.bound
@@ -209,7 +226,7 @@ impl<D: Device> FunctionSpec<D> {
         self
     }
 
-    /// The first run records: for a function that has been run before and initialises nothing.
+    /// The first run of each key records, also after [`invalidate`](crate::GraphTrees::invalidate): for a function that has been run before and initialises nothing.
     #[must_use]
     pub fn skip_warmup(mut self) -> Self {
         self.skip_warmup = true;

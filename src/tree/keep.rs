@@ -51,6 +51,8 @@ impl<D: Device> Inner<D> {
             }
         }
         self.order(state, stream)?;
+        // What other threads write to them from here on goes to where they move.
+        let _stay: Vec<_> = held.iter().map(|(storage, _)| storage.stay()).collect();
         let (pool, device) = (self.allocator.default_pool(), self.allocator.device());
         let mut refuges = Vec::with_capacity(held.len());
         for (storage, _) in &held {

@@ -253,6 +253,59 @@ fn an_output_moves_out_while_it_is_read() {
     });
 }
 
+/// What another thread writes moves with it, or goes to where it has moved: never over the run's own output.
+#[test]
+fn an_output_moves_out_while_it_is_written() {
+    model(|| {
+        let rig = Rig::new();
+        rig.trees.on_overwrite(OnOverwrite::Copy);
+        let f = rig.plus_one("f");
+        let (x, later) = (rig.floats(1.0), rig.floats(5.0));
+        rig.warm(&f, &x);
+        let old = rig.run(&f, &rig.trees.step(), &x, Phase::Replay);
+        let other = {
+            let rig = rig.clone();
+            thread::spawn(move || {
+                let bytes = 9.0f32.to_le_bytes();
+                old.write(&rig.device, &rig.stream, &bytes).unwrap();
+                old
+            })
+        };
+        let step = rig.trees.step();
+        let new = rig.run(&f, &step, &later, Phase::Replay);
+        let old = other.join().unwrap();
+        assert_eq!((rig.read(&old), rig.read(&new)), (9.0, 6.0));
+        drop((old, new, step));
+        rig.finish();
+    });
+}
+
+/// Where old values go stale, what another thread writes comes before the run, or is refused.
+#[test]
+fn an_output_goes_stale_while_it_is_written() {
+    model(|| {
+        let rig = Rig::new();
+        let f = rig.plus_one("f");
+        let (x, later) = (rig.floats(1.0), rig.floats(5.0));
+        rig.warm(&f, &x);
+        let old = rig.run(&f, &rig.trees.step(), &x, Phase::Replay);
+        let other = {
+            let rig = rig.clone();
+            thread::spawn(move || {
+                let bytes = 9.0f32.to_le_bytes();
+                let wrote = old.write(&rig.device, &rig.stream, &bytes);
+                assert!(matches!(wrote, Ok(()) | Err(Error::Stale(_))), "{wrote:?}");
+            })
+        };
+        let step = rig.trees.step();
+        let new = rig.try_run(&f, &step, &later).unwrap();
+        other.join().unwrap();
+        assert_eq!(rig.read(&new[0]), 6.0);
+        drop((new, step));
+        rig.finish();
+    });
+}
+
 /// What a replay consumes is taken from this call alone; if somebody comes to hold it, it is left to them.
 #[test]
 fn a_replay_consumes_what_a_weak_handle_is_upgraded_to() {

@@ -256,7 +256,10 @@ impl<D: Device> State<D> {
                     match taken(&self.functions, storage) {
                         Some(Intake::Copied) => fed.push(storage.clone()),
                         Some(Intake::InPlace) => kept.push(storage.clone()),
-                        None => storage.invalidate(by, at),
+                        None => {
+                            let _stays = storage.stay();
+                            storage.invalidate(by, at);
+                        }
                     }
                 }
             }

@@ -330,7 +330,10 @@ impl<D: Device> Inner<D> {
                 Ok((Launchable { exec, info, _pools }, sorted))
             }
             Err(undone) => {
-                self.bury(state, pools);
+                // Of the last one the backing may be the caller's.
+                if !pools.is_empty() {
+                    self.bury(state, pools);
+                }
                 Err(undone)
             }
         }

@@ -39,7 +39,8 @@ impl Tensor<CudaDevice> {
     /// cudarc is told of no event to wait for and none to record, so its event tracking adds nothing for this memory: not the waits that break a
     /// capture, but no order between streams either. As for every tensor, work belongs on the stream that the memory is for, or ordered with it; and
     /// once the handle is dropped, that stream's later work may have the memory. [`DeviceSlice::stream`] is `stream`. A handle that goes stale while
-    /// a view lives, because a step was dropped and another run took the memory, reads that run's bytes.
+    /// a view lives, because a step was dropped and another run took the memory, reads that run's bytes; and one that was moved reads from where it lay. The view
+    /// has the address that [`ptr`](Tensor::ptr) gave, with the same rule: the token of the output's step protects it.
     ///
     /// # Errors
     /// [`Error::Stale`](crate::Error::Stale); [`Code::InvalidValue`] where the bytes are no whole number of aligned elements, or the stream belongs to
