@@ -572,6 +572,9 @@ impl<D: Device> Inner<D> {
             self.answered(&mut state, key, reason);
         }
         let done = match choice {
+            Choice::Replay(node) if state.nodes[node].returns_bound => {
+                self.replay_returning_bound(state, node, call, &taken, out)
+            }
             Choice::Replay(node) => self.replay(state, node, call, &taken, out),
             Choice::Record(reason, demoted) => {
                 call.demoted = &demoted;

@@ -52,6 +52,38 @@ fn put_back<D: Device>(consumed: &[Consumed<D>], taken: &[u64], args: &[Arg<'_, 
 }
 
 impl<D: Device> Inner<D> {
+    /// Replays a node that returns bound inputs. They are held meanwhile, and let go of without the lock: one that nobody else holds any more dies there. One may have
+    /// died since they were looked at; then nothing is launched.
+    pub(super) fn replay_returning_bound(
+        &self,
+        mut state: MutexGuard<'_, State<D>>,
+        key: NodeKey,
+        call: Call<'_, '_, D>,
+        taken: &Taken,
+        out: &mut Outputs<D>,
+    ) -> Result<()> {
+        let mut held: SmallVec<[Tensor<D>; 2]> = SmallVec::new();
+        let node = &state.nodes[key];
+        for output in &node.outputs {
+            let OutputSpec::Bound(weak) = output else {
+                continue;
+            };
+            let Some(tensor) = weak.upgrade() else {
+                put_back(&node.consumed, taken, call.args);
+                if !held.is_empty() {
+                    self.bury(&mut state, held);
+                }
+                return Err(Error::StaticDied {
+                    function: call.name.clone(),
+                    input: 0,
+                });
+            };
+            held.push(tensor);
+        }
+        // It takes the lock with it: what is held is dropped afterwards.
+        self.replay(state, key, call, taken, out)
+    }
+
     /// Replays a node that was admitted, with what it consumes taken. An error of the launch leaves everything as it was.
     pub(super) fn replay(
         &self,
@@ -61,20 +93,14 @@ impl<D: Device> Inner<D> {
         taken: &Taken,
         out: &mut Outputs<D>,
     ) -> Result<()> {
-        // What is returned of the bound inputs is held from here on; the outputs then hold it too.
-        let mut bound = SmallVec::new();
         let launched = self
-            .hold_returned(&state.nodes[key], &call, &mut bound)
-            .and_then(|()| self.find_sources(&mut state.nodes[key], &call))
+            .find_sources(&mut state.nodes[key], &call)
             .and_then(|()| self.order(&mut state, call.stream))
             .and_then(|()| self.launch(&state.nodes[key], call.stream));
         let state = &mut *state;
         let node = &mut state.nodes[key];
         if let Err(error) = launched {
             put_back(&node.consumed, taken, call.args);
-            if !bound.is_empty() {
-                self.bury(state, bound);
-            }
             return Err(error);
         }
         trace!(node = node.id.0, "replay");
@@ -146,28 +172,6 @@ impl<D: Device> Inner<D> {
         state.functions[call.function].replays += 1;
         if call.gives {
             self.give_up(&mut call);
-        }
-        Ok(())
-    }
-
-    /// Takes hold of the bound inputs that a node returns. One may have died since they were looked at; nothing was launched yet.
-    #[inline]
-    fn hold_returned(
-        &self,
-        node: &Node<D>,
-        call: &Call<'_, '_, D>,
-        held: &mut SmallVec<[Tensor<D>; 2]>,
-    ) -> Result<()> {
-        if !node.returns_bound {
-            return Ok(());
-        }
-        for output in &node.outputs {
-            if let OutputSpec::Bound(weak) = output {
-                held.push(weak.upgrade().ok_or_else(|| Error::StaticDied {
-                    function: call.name.clone(),
-                    input: 0,
-                })?);
-            }
         }
         Ok(())
     }
