@@ -418,7 +418,9 @@ fn a_storage_moves_out_while_its_last_handle_is_dropped() {
         });
         let id = StorageId(1_000);
         let new = storage.replacement(id).unwrap();
-        rig.pool.let_go(storage.move_out(refuge, &rig.stream));
+        let event = rig.device.create_event().unwrap();
+        let copied = Arc::new((rig.stream.clone(), event));
+        rig.pool.let_go(storage.move_out(refuge, copied));
         let held = rig.hand_out(&new);
         other.join().unwrap();
         assert_eq!((storage.owners(), place.owners()), (0, 0));
