@@ -5,6 +5,7 @@
 //! same lock, so that the device sees them in the order of the books.
 
 mod backing;
+mod bodies;
 mod pools;
 mod routes;
 mod uses;
@@ -27,9 +28,11 @@ use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::thread::{self, ThreadId};
 use crate::sync::{AtomicU64, Mutex, MutexGuard, lock};
 use backing::PoolBacking;
+use bodies::BodyStream;
 use routes::Routes;
 use uses::Deferred;
 
+pub(crate) use bodies::{predicate_of, refuse_escaped};
 pub(crate) use routes::Born;
 pub(crate) use uses::{Elsewhere, Use, Uses};
 
@@ -64,6 +67,8 @@ struct Books<D: Device> {
     default: PoolKey,
     routes: Routes<D>,
     captures: Vec<Underway<D>>,
+    /// Bodies of ifs that are open.
+    bodies: Vec<BodyStream>,
     /// Dead blocks that are in use on other streams.
     deferred: Vec<Deferred<D>>,
     /// Events of theirs, to be used again.
@@ -179,7 +184,7 @@ impl<D: Device> Books<D> {
         if self.captures.is_empty() {
             return None;
         }
-        let id = device.stream_id(stream);
+        let id = self.stands_for(device.stream_id(stream));
         self.captures.iter().position(|c| c.id == id).or_else(|| {
             let thread = thread::current().id();
             let at = self.captures.iter().rposition(|c| c.thread == thread)?;
@@ -313,7 +318,7 @@ impl<D: Device> Shared<D> {
         self.refuse_stream(stream)?;
         let mut books = self.books();
         books.free_deferred(&self.device);
-        let id = self.device.stream_id(stream);
+        let id = books.stands_for(self.device.stream_id(stream));
         let capture = books.capture_of(&self.device, stream);
         let (pool, noted) = match pool {
             Some(pool) => (pool, None),
@@ -421,6 +426,7 @@ impl<D: Device> Allocator<D> {
             default,
             routes: Routes::default(),
             captures: Vec::new(),
+            bodies: Vec::new(),
             deferred: Vec::new(),
             spare: Vec::new(),
             next_pool: 1,

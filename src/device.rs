@@ -20,6 +20,7 @@ mod kernel;
 mod log;
 
 use std::fmt;
+use std::ops::AddAssign;
 
 pub(crate) use error::{Bare, Broke};
 pub use error::{Call, Code, DeviceError, Fault, FaultReason};
@@ -110,7 +111,7 @@ pub struct GatherSlot {
     pub bytes: u64,
 }
 
-/// What a captured graph holds, by kind of node.
+/// What a captured graph holds, by kind of node. The nodes in bodies of ifs are among them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GraphInfo {
     /// Kernel launches, the gather node included.
@@ -121,6 +122,8 @@ pub struct GraphInfo {
     pub fills: usize,
     /// Allocations and frees made by the driver itself; the runtime refuses such a graph.
     pub memory: usize,
+    /// Ifs. What reads the predicate is a part of the node.
+    pub conditionals: usize,
     /// Everything else (events, host functions).
     pub other: usize,
 }
@@ -136,7 +139,18 @@ impl GraphInfo {
     /// All nodes.
     #[must_use]
     pub fn nodes(&self) -> usize {
-        self.kernels + self.copies + self.fills + self.memory + self.other
+        self.kernels + self.copies + self.fills + self.memory + self.conditionals + self.other
+    }
+}
+
+impl AddAssign for GraphInfo {
+    fn add_assign(&mut self, other: GraphInfo) {
+        self.kernels += other.kernels;
+        self.copies += other.copies;
+        self.fills += other.fills;
+        self.memory += other.memory;
+        self.conditionals += other.conditionals;
+        self.other += other.other;
     }
 }
 
@@ -308,8 +322,44 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     fn capture_status(&self, stream: &Self::Stream) -> Result<CaptureStatus>;
 
     /// Ends the capture that was begun on this stream. Whatever it returns, the stream does not capture any more
-    /// (but for [`Code::IllegalState`], where it did not capture at all).
+    /// (but for [`Code::IllegalState`], where it did not capture at all). Bodies of ifs that are open still end with it, and that is [`Code::StreamCaptureUnjoined`].
     fn end_capture(&self, stream: &Self::Stream) -> Result<Self::Graph>;
+
+    /// Adds an if to the capture that `stream` takes part in: a node that runs a body at each launch at which the predicate holds, which is the byte at
+    /// `predicate`, read in stream order; any value but 0 is true. What is enqueued on `body` from here on is the body's, until [`end_if`](Device::end_if)
+    /// is called with the same streams on the same thread.
+    ///
+    /// `body` captures meanwhile, in the mode of the capture it belongs to, and by the same rules: it waits for nothing outside of the body, and what forks off it
+    /// joins it again. It may have an if of its own, on `body` itself; such an inner if is a border: streams that forked off the body have joined it before, and events
+    /// recorded in the body before are not waited for after. A body holds launches, copies within the device, fills and ifs, nothing else.
+    /// `stream` takes no work meanwhile (a [`mark`](Device::mark) comes after the node). A refusal in a body breaks the whole capture, as one anywhere else in it does.
+    ///
+    /// # Errors
+    /// [`Code::IllegalState`] where `stream` does not capture, or `body` does; [`Code::NotSupported`] on a stream that forked off a body, and from a device without such nodes.
+    fn begin_if(
+        &self,
+        stream: &Self::Stream,
+        predicate: DevicePtr,
+        body: &Self::Stream,
+    ) -> Result<()> {
+        let (_, _) = (predicate, body);
+        let detail = "this device has no conditional nodes";
+        let error = DeviceError::new(Call::BeginIf, Code::NotSupported, detail);
+        Err(self.refuse(stream, error, false))
+    }
+
+    /// Ends the body of the last if that was begun on `stream`. Whatever it returns, `body` does not capture any more, and `stream` takes work again; an error
+    /// breaks the capture (but for [`Code::IllegalState`], where no such body is open: then nothing happens).
+    ///
+    /// # Errors
+    /// [`Code::StreamCaptureInvalidated`] where the capture is broken; [`Code::StreamCaptureUnjoined`] where a stream that forked off the body has not joined it, or an inner
+    /// body is open; [`Code::StreamCaptureWrongThread`]; [`Code::NotSupported`] where the body holds what no body may (memory nodes, events, host functions).
+    fn end_if(&self, stream: &Self::Stream, body: &Self::Stream) -> Result<()> {
+        let _ = body;
+        let detail = "this device has no conditional nodes";
+        let error = DeviceError::new(Call::EndIf, Code::IllegalState, detail);
+        Err(self.refuse(stream, error, false))
+    }
 
     /// For adaptors, and for whoever refuses a call in the device's place: takes note that a call on this stream was refused with `error` before it
     /// reached the device, and gives the error as the device would have: where the stream captures, with its position there, and with what

@@ -143,6 +143,29 @@ pub enum Error {
         count: usize,
     },
 
+    /// The predicate of an if is another number of bytes than one.
+    #[error(
+        "the predicate of an if is a byte, and the tensor has {bytes} B: pass a view of the byte"
+    )]
+    Predicate {
+        /// How many it has.
+        bytes: u64,
+    },
+
+    /// Memory that was allocated in the body of an if is held behind it: at a launch that does not run the body, it would hold nothing.
+    #[error(
+        "{bytes} B allocated at {at} in the body of an if are held behind it ({count} such in all): what is born in a body must die in it; allocate it before the \
+         if, and write it in the body"
+    )]
+    Escaped {
+        /// Length of the first such allocation, in bytes.
+        bytes: u64,
+        /// Where it was allocated.
+        at: &'static Location<'static>,
+        /// How many such allocations there are.
+        count: usize,
+    },
+
     /// The closure returned a tensor that is none of: allocated in this call, one of its inputs, or memory outside the pool.
     #[error(
         "output {output} of {function} lies in the tree's pool but is neither made in this call nor one of its inputs: pass it to run"

@@ -10,9 +10,11 @@ use std::panic::Location;
 
 use tracing::{debug_span, warn};
 
-use crate::allocator::{Allocator, PoolHandle, PoolOptions, RouteGuard};
+use crate::allocator::{
+    Allocator, Born, PoolHandle, PoolOptions, RouteGuard, predicate_of, refuse_escaped,
+};
 use crate::device::{CaptureMode, Device, GraphInfo, relaxed};
-use crate::error::{Error, Result};
+use crate::error::{BoxError, Error, Result};
 use crate::storage::Tensor;
 
 /// How a graph captures.
@@ -197,6 +199,32 @@ impl<D: Device> Capture<'_, D> {
             .alloc_at(&self.stream, bytes, Location::caller())
     }
 
+    /// Adds an if to the graph: a conditional node, whose body runs at each launch at which the predicate holds. That is a tensor of one byte, true if it is not 0, read in stream
+    /// order. `body` is called once, now, and enqueues what the node is to run on the stream that it is given. The capture's own stream takes no work meanwhile.
+    ///
+    /// What the body allocates dies in it: results are written to memory that was allocated before the if. It may hold launches, copies, fills and ifs.
+    /// See [`Device::begin_if`] for what holds on its stream.
+    ///
+    /// # Errors
+    /// The body's own: what it had enqueued stays in the node, so whoever does not want that drops the capture. [`Error::Predicate`];
+    /// [`Error::Escaped`] where memory of the body is held behind it; [`Error::Stale`]; [`Error::ForeignTensor`]; the device's: one of those may break the capture.
+    pub fn if_node(
+        &mut self,
+        predicate: &Tensor<D>,
+        body: impl FnOnce(&mut IfBody<'_, D>) -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
+        let Some(window) = &self.window else {
+            return Err(Error::NotCaptured.into());
+        };
+        if_node(
+            &self.graph.allocator,
+            &window.pool,
+            &self.stream,
+            predicate,
+            body,
+        )
+    }
+
     /// Ends the capture and makes the graph executable.
     ///
     /// # Errors
@@ -231,6 +259,83 @@ impl<D: Device> Capture<'_, D> {
         });
         Ok(())
     }
+}
+
+/// The body of an if while it is captured. Work enqueued on its stream becomes the body.
+pub struct IfBody<'c, D: Device> {
+    allocator: &'c Allocator<D>,
+    pool: &'c PoolHandle<D>,
+    stream: &'c D::Stream,
+    born: &'c Born<D>,
+}
+
+impl<'c, D: Device> IfBody<'c, D> {
+    /// The stream that captures the body.
+    #[must_use]
+    pub fn stream(&self) -> &'c D::Stream {
+        self.stream
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> &'c D {
+        self.allocator.device()
+    }
+
+    /// Allocates from the capture's pool, what dies in the body.
+    ///
+    /// # Errors
+    /// [`PoolError::OutOfMemory`](crate::pool::PoolError::OutOfMemory); the capture goes on.
+    #[track_caller]
+    pub fn alloc(&mut self, bytes: u64) -> Result<Tensor<D>> {
+        let tensor = self.pool.alloc_at(self.stream, bytes, Location::caller())?;
+        self.born.note(&tensor);
+        Ok(tensor)
+    }
+
+    /// An if within: as [`Capture::if_node`].
+    ///
+    /// # Errors
+    /// As [`Capture::if_node`].
+    pub fn if_node(
+        &mut self,
+        predicate: &Tensor<D>,
+        body: impl FnOnce(&mut IfBody<'_, D>) -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
+        if_node(self.allocator, self.pool, self.stream, predicate, body)
+    }
+}
+
+impl<D: Device> fmt::Debug for IfBody<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("IfBody")
+            .field("stream", &self.stream)
+            .finish_non_exhaustive()
+    }
+}
+
+fn if_node<D: Device>(
+    allocator: &Allocator<D>,
+    pool: &PoolHandle<D>,
+    stream: &D::Stream,
+    predicate: &Tensor<D>,
+    body: impl FnOnce(&mut IfBody<'_, D>) -> Result<(), BoxError>,
+) -> Result<(), BoxError> {
+    let predicate = predicate_of(allocator.device(), predicate)?;
+    let open = allocator.begin_body(stream, predicate)?;
+    let born = Born::new();
+    let route = allocator.route_body(open.stream(), pool, &born);
+    let outcome = body(&mut IfBody {
+        allocator,
+        pool,
+        stream: open.stream(),
+        born: &born,
+    });
+    drop(route);
+    let ended = open.end();
+    outcome?;
+    ended?;
+    Ok(refuse_escaped(&born, 0)?)
 }
 
 impl<D: Device> Drop for Capture<'_, D> {

@@ -38,6 +38,18 @@ impl<D: Device> Born<D> {
         }
     }
 
+    /// How many were noted so far.
+    pub(crate) fn len(&self) -> usize {
+        lock(&self.0).len()
+    }
+
+    /// Those noted behind the first `from` that are held.
+    pub(crate) fn held_since(&self, from: usize) -> Vec<Arc<Storage<D>>> {
+        let noted = lock(&self.0);
+        let since = noted.iter().skip(from);
+        since.filter(|s| s.owners() > 0).cloned().collect()
+    }
+
     /// What was noted so far; nothing is noted any more.
     pub(crate) fn storages(&self) -> Vec<Arc<Storage<D>>> {
         std::mem::take(&mut *lock(&self.0))
@@ -117,6 +129,15 @@ impl<D: Device> RouteGuard<D> {
 
     pub(super) fn stream(shared: &Arc<Shared<D>>, stream: u32, pool: &PoolHandle<D>) -> Self {
         Self::install(shared, pool, Filter::Stream(stream), None)
+    }
+
+    pub(super) fn body(
+        shared: &Arc<Shared<D>>,
+        stream: u32,
+        pool: &PoolHandle<D>,
+        born: Born<D>,
+    ) -> Self {
+        Self::install(shared, pool, Filter::Stream(stream), Some(born))
     }
 
     pub(super) fn call(

@@ -79,6 +79,24 @@ pub(super) struct Deferred<D: Device> {
     until: Until<D>,
 }
 
+impl<D: Device> Deferred<D> {
+    /// What was to be free after the work of one stream, is after that of another.
+    pub(super) fn rename(&mut self, from: &D::Stream, to: &D::Stream) {
+        let rename = |stream: &mut D::Stream| {
+            if stream == from {
+                *stream = to.clone();
+            }
+        };
+        self.stream.as_mut().map(rename);
+        if let Until::Done {
+            running, capturing, ..
+        } = &mut self.until
+        {
+            running.iter_mut().chain(capturing).for_each(rename);
+        }
+    }
+}
+
 enum Until<D: Device> {
     /// The closure of this call has returned.
     Returned(u64),

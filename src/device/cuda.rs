@@ -34,6 +34,7 @@
 
 mod captures;
 mod codes;
+mod conditional;
 mod cublas;
 mod driver;
 mod gather;
@@ -223,6 +224,8 @@ impl CudaDevice {
                 gathered: Mutex::default(),
                 captures: AtomicUsize::new(0),
                 begun: Mutex::default(),
+                bodies: Mutex::default(),
+                if_kernel: OnceLock::new(),
                 mixed: AtomicBool::new(false),
                 lost: OnceLock::new(),
                 context: ManuallyDrop::new(context),

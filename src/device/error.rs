@@ -35,6 +35,8 @@ pub enum Call {
     ExchangeCaptureMode,
     CaptureStatus,
     EndCapture,
+    BeginIf,
+    EndIf,
     GraphInfo,
     Instantiate,
     LaunchGraph,
@@ -111,9 +113,9 @@ pub struct DeviceError {
     pub detail: String,
     /// What work in flight did wrong, where that is the cause.
     pub fault: Option<Box<Fault>>,
-    /// Which operation of a capture it was, from 1: counted are the launches, copies, fills and gathers that the capture has been given through
-    /// this device, on whichever of its streams (of a tree's recording, the gather of its copied inputs is the first), and every other call on those
-    /// streams that was refused. `None` for a call that is none of a capture's.
+    /// Which operation of a capture it was, from 1: counted are the launches, copies, fills, gathers and ifs that the capture has been given through
+    /// this device, on whichever of its streams, those of the ifs' bodies included (of a tree's recording, the gather of its copied inputs is the first),
+    /// and every other call on those streams that was refused. `None` for a call that is none of a capture's.
     pub position: Option<u64>,
     /// For an error that comes of a capture's being broken: the refusal that broke it, if that went through this device.
     pub first: Option<Box<DeviceError>>,

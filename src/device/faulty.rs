@@ -11,7 +11,7 @@ use super::{
 /// A device whose n-th call of a kind fails, for tests of what then becomes of everything else.
 ///
 /// A call that fails does not reach the inner device, but for [`Call::EndCapture`], which ends the inner capture
-/// and drops its graph: after it a stream does not capture, whatever it returns. On a capturing stream it counts as an operation of the
+/// and drops its graph, and [`Call::EndIf`], which ends the inner body and breaks the capture: after them a stream does not capture, whatever they return. On a capturing stream it counts as an operation of the
 /// capture all the same ([`Device::refuse`]). A failure is used up by the call it
 /// was meant for. Clones share the inner device, the failures and the counts.
 #[derive(Clone, Debug)]
@@ -192,6 +192,15 @@ impl<D: Device> Device for Faulty<D> {
         Err(error)
     }
 
+    fn end_if(&self, stream: &D::Stream, body: &D::Stream) -> Result<()> {
+        let failure = self.count(Call::EndIf);
+        let ended = self.device.end_if(stream, body);
+        match failure {
+            Some(Failure { error, .. }) => Err(self.device.refuse(stream, error, true)),
+            None => ended,
+        }
+    }
+
     fn refuse(&self, stream: &D::Stream, error: DeviceError, invalidate: bool) -> DeviceError {
         self.device.refuse(stream, error, invalidate)
     }
@@ -221,6 +230,7 @@ impl<D: Device> Device for Faulty<D> {
         Read on stream: fn read(stream: &D::Stream, dst: &mut [u8], src: DevicePtr) -> ();
         Gather on stream: fn gather(stream: &D::Stream, slots: &[GatherSlot], sources: &[DevicePtr]) -> ();
         BeginCapture on stream: fn begin_capture(stream: &D::Stream, mode: CaptureMode) -> ();
+        BeginIf on stream: fn begin_if(stream: &D::Stream, predicate: DevicePtr, body: &D::Stream) -> ();
         ExchangeCaptureMode: fn exchange_capture_mode(mode: CaptureMode) -> CaptureMode;
         CaptureStatus on stream: fn capture_status(stream: &D::Stream) -> CaptureStatus;
         GraphInfo: fn graph_info(graph: &D::Graph) -> GraphInfo;

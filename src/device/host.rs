@@ -6,7 +6,8 @@
 //! * **Work** runs when somebody waits (or asks: each query makes a step), in an order drawn from the seed among all streams,
 //!   and among the branches of a graph. The same calls with the same seed run in the same order. Queues have no
 //!   bound, so whoever launches forever must wait now and then.
-//! * **Captures** follow the rules that the driver of an H200 gave, code for code.
+//! * **Captures** follow the rules that the driver of an H200 gave, code for code. An if's predicate is read when its node runs; a body that
+//!   does not run is skipped with its marks.
 //! * **Faults are sticky**, as on a GPU, where they cost the context: what is queued never runs (marks are still applied), and
 //!   each later call that can fail gives the fault again, but for `unmap`, `release` and the drops, so that memory
 //!   can be taken down, and `end_capture`, which ends the capture first. [`HostDevice::clear_fault`] has no counterpart in CUDA.
@@ -14,6 +15,7 @@
 //! A kernel's host body, or a host function, that calls back into its device gets an error ([`Code::Other`] 800, not permitted).
 
 mod capture;
+mod conditional;
 mod contents;
 mod context;
 mod device;

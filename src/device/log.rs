@@ -1,7 +1,8 @@
 //! What a capture has been given, and what first went wrong with it.
 //!
 //! A driver says "invalidated" of everything that follows the refusal which broke a capture, its end included. The log of a capture
-//! lets each of those errors name that refusal: which operation of the capture it was, and why.
+//! lets each of those errors name that refusal: which operation of the capture it was, and why. The bodies of a capture's ifs are captures of their own to a
+//! driver; they have the log of the capture they belong to.
 
 use super::{Call, DeviceError, Result};
 
@@ -27,7 +28,9 @@ enum Kind {
 
 fn kind(call: Call) -> Kind {
     match call {
-        Call::Launch | Call::Copy | Call::Fill | Call::Gather | Call::Driver(_) => Kind::Work,
+        Call::Launch | Call::Copy | Call::Fill | Call::Gather | Call::BeginIf | Call::Driver(_) => {
+            Kind::Work
+        }
         Call::BeginCapture | Call::CaptureStatus | Call::EndCapture => Kind::Whole,
         _ => Kind::Refused,
     }

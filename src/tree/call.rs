@@ -322,6 +322,7 @@ impl<D: Device> Inner<D> {
     ) -> Outcome<D> {
         let route = self.allocator.route_call(stream, pool, born);
         let mut recorder = Recorder {
+            name,
             device: self.allocator.device(),
             stream,
             pool,

@@ -1,13 +1,13 @@
 //! What a function's closure works with: it allocates through the recorder and launches on its stream.
 
 use std::fmt;
-use std::panic::Location;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::sync::{Arc, Weak};
 
 use super::args::Value;
-use crate::allocator::{Allocator, Born, PoolHandle};
-use crate::device::{Device, KernelArg, LaunchConfig};
-use crate::error::{Phase, Result};
+use crate::allocator::{Allocator, Born, PoolHandle, predicate_of, refuse_escaped};
+use crate::device::{Call, Code, Device, DeviceError, DevicePtr, KernelArg, LaunchConfig};
+use crate::error::{BoxError, Phase, Result};
 use crate::storage::{Storage, Tensor};
 use crate::sync::{Mutex, lock};
 
@@ -16,6 +16,8 @@ use crate::sync::{Mutex, lock};
 /// All work of the function goes to [`stream`](Recorder::stream) (or to streams forked from and joined to it), and all memory it needs comes from
 /// [`alloc`](Recorder::alloc). A tensor dropped inside gives its memory to what is allocated next, in the graph too.
 pub struct Recorder<'a, D: Device> {
+    /// The function's name.
+    pub(super) name: &'a Arc<str>,
     pub(super) device: &'a D,
     pub(super) stream: &'a D::Stream,
     pub(super) pool: &'a PoolHandle<D>,
@@ -98,6 +100,95 @@ impl<'a, D: Device> Recorder<'a, D> {
         args: &[KernelArg],
     ) -> Result<()> {
         Ok(self.device.launch(self.stream, function, config, args)?)
+    }
+
+    /// Runs `body` if the predicate holds: a tensor of one byte, true if that is not 0, as it is in stream order.
+    ///
+    /// While the function is captured (recorded, or inside a capture of the caller's), the body becomes a conditional node of the graph, and is called once, whatever the byte
+    /// says now: each launch reads the byte and runs the body or not. Otherwise the byte is read, for which the stream is waited for, and the body called if it is
+    /// true. So a run in any phase computes what an uncompiled run does. Ifs may be nested.
+    ///
+    /// The body's work goes to the stream of the recorder that the body is given. What it allocates dies in it: results are written to memory that was allocated before the if.
+    /// It may hold launches, copies, fills and ifs; see [`Device::begin_if`](crate::device::Device::begin_if) for what holds on that stream.
+    ///
+    /// # Errors
+    /// The body's own. While the function is recorded, one of those gives the recording up, and the call is answered eagerly: an uncompiled run has the error only if the predicate
+    /// holds. (The same goes for a panic, which goes on.) Inside a capture of the caller's, what the body had enqueued stays in the node.
+    ///
+    /// [`Error::Predicate`](crate::Error::Predicate); [`Error::Escaped`](crate::Error::Escaped) where memory of the body is held behind it;
+    /// [`Error::Stale`](crate::Error::Stale); [`Error::ForeignTensor`](crate::Error::ForeignTensor); the device's.
+    #[track_caller]
+    pub fn if_node(
+        &mut self,
+        predicate: &Tensor<D>,
+        body: impl FnOnce(&mut Recorder<'_, D>) -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
+        let byte = predicate_of(self.device, predicate)?;
+        let from = self.born.len();
+        match self.phase {
+            Phase::Record | Phase::Inline => self.capture_if(byte, from, body, Location::caller()),
+            Phase::Warmup | Phase::Replay | Phase::Eager => {
+                if predicate.read(self.device, self.stream)? != [0] {
+                    body(self)?;
+                    refuse_escaped(self.born, from)?;
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn capture_if(
+        &mut self,
+        predicate: DevicePtr,
+        from: usize,
+        body: impl FnOnce(&mut Recorder<'_, D>) -> Result<(), BoxError>,
+        at: &'static Location<'static>,
+    ) -> Result<(), BoxError> {
+        let open = match self.allocator.begin_body(self.stream, predicate) {
+            Ok(open) => open,
+            Err(error) => {
+                self.give_recording_up(&error);
+                return Err(error.into());
+            }
+        };
+        let mut inner = Recorder {
+            stream: open.stream(),
+            said: std::mem::take(&mut self.said),
+            ..*self
+        };
+        let outcome = catch_unwind(AssertUnwindSafe(|| body(&mut inner)));
+        self.said = inner.said;
+        let escaped = refuse_escaped(self.born, from);
+        // While the body captures, so that it dies there. What another pool gave goes its own way.
+        for held in self.born.held_since(from) {
+            if !held.is_eternal() {
+                held.invalidate(self.name, at);
+            }
+        }
+        let ended = open.end();
+        match outcome {
+            Ok(Ok(())) => {
+                ended?;
+                Ok(escaped?)
+            }
+            Ok(Err(error)) => {
+                self.give_recording_up(&*error);
+                Err(error)
+            }
+            Err(panic) => {
+                self.give_recording_up(&"it panicked");
+                resume_unwind(panic)
+            }
+        }
+    }
+
+    /// Breaks the capture of a recording, which lacks a part of an if.
+    fn give_recording_up(&self, why: &dyn fmt::Display) {
+        if self.phase == Phase::Record {
+            let detail = format!("the body of an if failed while it was captured: {why}");
+            let error = DeviceError::new(Call::EndIf, Code::IllegalState, detail);
+            self.device.refuse(self.stream, error, true);
+        }
     }
 
     /// The stream to launch on. It captures while the function is recorded.

@@ -5,8 +5,8 @@
 //! was refused, and only then.
 
 use std::convert::Infallible;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::thread::{self, ThreadId};
 
 use smallvec::SmallVec;
@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use super::inner::Inner;
 use super::stream::Handle;
 use crate::device::log::Log;
-use crate::device::{Call, CaptureMode, CaptureStatus, Code, DeviceError, Result};
+use crate::device::{Call, CaptureMode, CaptureStatus, Code, DeviceError, GraphInfo, Result};
 use crate::sync::lock;
 
 /// The captures, by the numbers of their streams. `O` is what the stream that began one is asked by.
@@ -35,6 +35,10 @@ struct Underway<O> {
     /// The streams that take part, the origin among them.
     streams: SmallVec<[u32; 4]>,
     log: Log,
+    /// Of an if's body, the capture that it belongs to in the end: that has the log.
+    root: Option<Serial>,
+    /// What the bodies of its ifs hold.
+    bodies: GraphInfo,
 }
 
 impl<O> Default for Captures<O> {
@@ -49,6 +53,16 @@ impl<O> Default for Captures<O> {
 impl<O: Clone> Captures<O> {
     /// A capture has begun on a stream. An earlier one of the same stream was ended by others.
     pub(super) fn begin(&mut self, origin: u32, handle: O, mode: CaptureMode) {
+        self.open(origin, handle, mode, None);
+    }
+
+    /// The body of an if that was begun on `stream` is captured on another.
+    pub(super) fn begin_body(&mut self, origin: u32, handle: O, mode: CaptureMode, stream: u32) {
+        let root = self.root_of(stream);
+        self.open(origin, handle, mode, root);
+    }
+
+    fn open(&mut self, origin: u32, handle: O, mode: CaptureMode, root: Option<Serial>) {
         self.end(origin);
         self.begun += 1;
         self.underway.push(Underway {
@@ -59,7 +73,77 @@ impl<O: Clone> Captures<O> {
             mode,
             streams: SmallVec::from_slice(&[origin]),
             log: Log::default(),
+            root,
+            bodies: GraphInfo::default(),
         });
+    }
+
+    /// The body that is captured on a stream goes on behind an inner if: events of before are not of what follows.
+    pub(super) fn renew(&mut self, origin: u32) {
+        self.begun += 1;
+        let serial = self.begun;
+        if let Some(capture) = self.underway.iter_mut().find(|c| c.origin == origin) {
+            capture.serial = serial;
+            capture.streams = SmallVec::from_slice(&[origin]);
+        }
+    }
+
+    /// How strictly calls beside the capture of a stream are judged.
+    pub(super) fn mode(&mut self, stream: u32) -> Option<CaptureMode> {
+        self.of(stream).map(|capture| capture.mode)
+    }
+
+    /// The stream that the capture of this one was begun on.
+    pub(super) fn origin(&mut self, stream: u32) -> Option<u32> {
+        self.of(stream).map(|capture| capture.origin)
+    }
+
+    /// Whether a stream takes part in a body, as far as that is known.
+    pub(super) fn is_in_body(&mut self, stream: u32) -> bool {
+        self.of(stream)
+            .is_some_and(|capture| capture.root.is_some())
+    }
+
+    /// Notes what the body of an if holds that was begun on a stream.
+    pub(super) fn add_body(&mut self, stream: u32, info: GraphInfo) {
+        if let Some(capture) = self.of(stream) {
+            capture.bodies += info;
+        }
+    }
+
+    /// What the bodies hold of the capture that was begun on a stream.
+    pub(super) fn bodies(&mut self, stream: u32) -> GraphInfo {
+        self.of(stream)
+            .map(|capture| capture.bodies)
+            .unwrap_or_default()
+    }
+
+    fn root_of(&mut self, stream: u32) -> Option<Serial> {
+        self.of(stream)
+            .map(|capture| capture.root.unwrap_or(capture.serial))
+    }
+
+    /// The log for the calls on a stream.
+    fn log(&mut self, stream: u32) -> Option<&mut Log> {
+        let root = self.root_of(stream)?;
+        self.numbered(root).map(|capture| &mut capture.log)
+    }
+
+    /// The log of a capture, or of the one that a body belongs to.
+    fn log_numbered(&mut self, serial: Serial) -> Option<&mut Log> {
+        let root = self.numbered(serial)?.root.unwrap_or(serial);
+        self.numbered(root).map(|capture| &mut capture.log)
+    }
+
+    /// Where the capture of a stream and its bodies were begun, where it has any.
+    fn family(&mut self, stream: u32) -> Vec<O> {
+        let Some(root) = self.root_of(stream) else {
+            return Vec::new();
+        };
+        let all = self.underway.iter();
+        let family = all.filter(|c| c.serial == root || c.root == Some(root));
+        let family: Vec<O> = family.map(|c| c.handle.clone()).collect();
+        if family.len() > 1 { family } else { Vec::new() }
     }
 
     /// The capture that was begun on a stream is over.
@@ -99,31 +183,35 @@ impl<O: Clone> Captures<O> {
         let here = thread::current().id();
         let all =
             error.call == Call::SynchronizeDevice || error.code == Code::StreamCaptureImplicit;
+        let broken = |capture: &Underway<O>| {
+            let root = capture.root.unwrap_or(capture.serial);
+            let mut all = self.underway.iter();
+            all.find(|c| c.serial == root)
+                .is_some_and(|c| c.log.first().is_some())
+        };
         let minds = |capture: &&Underway<O>| {
             let minds = match capture.mode {
                 CaptureMode::Global => true,
                 CaptureMode::ThreadLocal => capture.owner == here,
                 CaptureMode::Relaxed => false,
             };
-            (all || minds || capture.serial == event) && capture.log.first().is_none()
+            // A body is broken with the capture it belongs to.
+            let minds = (all || minds) && capture.root.is_none();
+            (minds || capture.serial == event) && !broken(capture)
         };
         let minding = self.underway.iter().filter(minds);
         minding.map(|c| (c.serial, c.handle.clone())).collect()
     }
 }
 
-impl<O> Underway<O> {
-    /// A call on one of its streams was refused. `broken`: the capture is broken now.
-    fn refused(&mut self, error: DeviceError, broken: bool) -> DeviceError {
-        let before = self.log.first().is_some();
-        let Err(error) = self
-            .log
-            .answer::<Infallible>(error.call, before, Err(error));
-        if broken && is_cause(&error) {
-            self.log.break_by(&error);
-        }
-        error
+/// A call on a stream of the log's capture was refused. `broken`: the capture is broken now.
+fn note_refusal(log: &mut Log, error: DeviceError, broken: bool) -> DeviceError {
+    let before = log.first().is_some();
+    let Err(error) = log.answer::<Infallible>(error.call, before, Err(error));
+    if broken && is_cause(&error) {
+        log.break_by(&error);
     }
+    error
 }
 
 /// Whether an error may be what broke a capture: not one that says only that it is broken.
@@ -134,7 +222,7 @@ fn is_cause(error: &DeviceError) -> bool {
 impl Inner {
     /// Whether no capture is underway that was begun through this device. Whoever uses a stream of a capture has seen it begin, so the order of the
     /// load does not matter.
-    fn none_begun(&self) -> bool {
+    pub(super) fn none_begun(&self) -> bool {
         self.captures.load(Ordering::Relaxed) == 0
     }
 
@@ -144,8 +232,8 @@ impl Inner {
             return result;
         }
         match result {
-            Ok(value) => match lock(&self.begun).of(stream.id) {
-                Some(capture) => capture.log.answer(call, false, Ok(value)),
+            Ok(value) => match lock(&self.begun).log(stream.id) {
+                Some(log) => log.answer(call, false, Ok(value)),
                 None => Ok(value),
             },
             Err(error) => Err(self.refused(Some(stream), 0, error)),
@@ -173,7 +261,7 @@ impl Inner {
             return None;
         }
         let mut captures = lock(&self.begun);
-        captures.of(stream.id)?.log.first().cloned().map(Box::new)
+        captures.log(stream.id)?.first().cloned().map(Box::new)
     }
 
     /// A call was refused, on a stream or about an event of a capture, or neither. Completes its error, and remembers it for the captures that it broke.
@@ -193,17 +281,22 @@ impl Inner {
         if let Some(stream) = stream
             && let Ok(status) = self.status(Call::CaptureStatus, stream)
             && status != CaptureStatus::None
-            && let Some(own) = lock(&self.begun).of(stream.id)
         {
-            is_own = true;
-            error = own.refused(error, status == CaptureStatus::Invalidated);
+            let broken = status == CaptureStatus::Invalidated;
+            if let Some(own) = lock(&self.begun).log(stream.id) {
+                is_own = true;
+                error = note_refusal(own, error, broken);
+            }
+            if broken {
+                self.break_family(stream);
+            }
         }
         if !error.is_capture() {
             return error;
         }
         if !is_cause(&error) {
-            if !is_own && let Some(capture) = lock(&self.begun).numbered(event) {
-                capture.log.explain(&mut error);
+            if !is_own && let Some(log) = lock(&self.begun).log_numbered(event) {
+                log.explain(&mut error);
             }
             return error;
         }
@@ -216,13 +309,34 @@ impl Inner {
             let Some(origin) = origin.upgrade() else {
                 continue;
             };
-            if self.status(Call::CaptureStatus, &origin) == Ok(CaptureStatus::Invalidated)
-                && let Some(capture) = lock(&self.begun).numbered(serial)
-            {
-                capture.log.break_by(&outside);
+            if self.status(Call::CaptureStatus, &origin) != Ok(CaptureStatus::Invalidated) {
+                continue;
             }
+            if let Some(log) = lock(&self.begun).log_numbered(serial) {
+                log.break_by(&outside);
+            }
+            self.break_family(&origin);
         }
         error
+    }
+
+    /// Breaks the capture that a stream takes part in, and no other. The context is current.
+    pub(super) fn break_capture(&self, stream: &Handle) {
+        let call = Call::CaptureStatus;
+        if self.status(call, stream) == Ok(CaptureStatus::Active)
+            && let Ok(_relaxed) = self.relax(call)
+        {
+            // A capturing stream that is waited for: refused, and the capture is invalid.
+            let _ = self.wait_for(Call::Synchronize, stream);
+        }
+    }
+
+    /// A capture and the bodies of its ifs are captures of their own to the driver: where one is broken, all are.
+    fn break_family(&self, stream: &Handle) {
+        let family = lock(&self.begun).family(stream.id);
+        for origin in family.iter().filter_map(Weak::upgrade) {
+            self.break_capture(&origin);
+        }
     }
 
     /// The same for a call that was refused before it came here; with `invalidate` it breaks the capture of its stream.
@@ -235,12 +349,11 @@ impl Inner {
         let call = Call::CaptureStatus;
         let breaks = invalidate && self.status(call, stream) == Ok(CaptureStatus::Active);
         if breaks {
-            // A capturing stream that is waited for: refused, and the capture is invalid.
-            let _ = self.wait_for(Call::Synchronize, stream);
+            self.break_capture(stream);
         }
         let error = self.refused(Some(stream), 0, error);
-        if breaks && let Some(capture) = lock(&self.begun).of(stream.id) {
-            capture.log.break_by(&error);
+        if breaks && let Some(log) = lock(&self.begun).log(stream.id) {
+            log.break_by(&error);
         }
         error
     }
@@ -292,7 +405,7 @@ mod tests {
         captures.begin(1, "a", CaptureMode::Relaxed);
         captures.join(2, 1);
         let mut refuse =
-            |stream, error, broken| captures.of(stream).unwrap().refused(error, broken);
+            |stream, error, broken| note_refusal(captures.log(stream).unwrap(), error, broken);
         let bad = refuse(1, error(Call::Launch, Code::InvalidValue), false);
         assert_eq!((bad.position, &bad.first), (Some(1), &None));
         let waited = refuse(2, error(Call::Query, Code::StreamCaptureUnsupported), true);
@@ -307,7 +420,7 @@ mod tests {
         }
         // Broken by something else: nothing is known of it.
         captures.begin(1, "a", CaptureMode::Relaxed);
-        let mut refuse = |error| captures.of(1).unwrap().refused(error, true);
+        let mut refuse = |error| note_refusal(captures.log(1).unwrap(), error, true);
         for position in [1, 2] {
             let later = refuse(error(Call::Fill, Code::StreamCaptureInvalidated));
             assert_eq!((later.position, &later.first), (Some(position), &None));
@@ -335,5 +448,57 @@ mod tests {
         // What is broken already was broken by something else.
         captures.numbered(1).unwrap().log.break_by(&waited);
         assert_eq!(names(captures.minding(&waited, 0)), ["mine"]);
+    }
+
+    #[test]
+    fn bodies_have_the_log_of_their_capture() {
+        let mut captures = Captures::default();
+        captures.begin(1, "whole", CaptureMode::ThreadLocal);
+        captures.begin_body(2, "body", CaptureMode::ThreadLocal, 1);
+        captures.begin_body(3, "inner", CaptureMode::ThreadLocal, 2);
+        captures.join(4, 2); // forked off the body
+        let in_body = [1, 2, 3, 4].map(|stream| captures.is_in_body(stream));
+        assert_eq!(in_body, [false, true, true, true]);
+        assert_eq!(captures.family(4), ["whole", "body", "inner"]);
+        let mut refuse =
+            |stream, error, broken| note_refusal(captures.log(stream).unwrap(), error, broken);
+        let bad = refuse(3, error(Call::Launch, Code::InvalidValue), false);
+        assert_eq!(bad.position, Some(1));
+        let waited = refuse(4, error(Call::Query, Code::StreamCaptureUnsupported), true);
+        assert_eq!(waited.position, Some(2));
+        let later = refuse(1, error(Call::Fill, Code::StreamCaptureInvalidated), true);
+        assert_eq!((later.position, later.root()), (Some(3), &waited));
+        // Behind an inner if, events of before are not the body's any more.
+        captures.end(3);
+        captures.renew(2);
+        captures.join(5, 2);
+        assert!(captures.of(4).is_none() && captures.of(5).is_none());
+        assert_eq!(captures.log(2).unwrap().first(), Some(&waited));
+        captures.end(2);
+        assert!(captures.family(1).is_empty());
+
+        // Asked about an event of a body, the body is what may be broken.
+        captures.begin(1, "whole", CaptureMode::Relaxed);
+        captures.begin_body(2, "body", CaptureMode::Relaxed, 1);
+        let serial = captures.of(2).unwrap().serial;
+        let asked = error(Call::QueryEvent, Code::CapturedEvent);
+        assert_eq!(names(captures.minding(&asked, serial)), ["body"]);
+        captures.log_numbered(serial).unwrap().break_by(&asked);
+        assert!(captures.minding(&asked, serial).is_empty());
+        captures.add_body(
+            1,
+            GraphInfo {
+                kernels: 2,
+                ..GraphInfo::default()
+            },
+        );
+        assert_eq!(captures.bodies(1).kernels, 2);
+        assert_eq!(captures.bodies(9), GraphInfo::default());
+        // Where the capture itself is others', the body has a log of its own.
+        captures.begin_body(7, "foreign", CaptureMode::Relaxed, 6);
+        assert_eq!(
+            (captures.is_in_body(7), captures.log(7).is_some()),
+            (false, true)
+        );
     }
 }

@@ -150,6 +150,28 @@ functions! {
         edges: *mut *const sys::CUgraphEdgeData,
         count: *mut usize,
     );
+    fn cuStreamUpdateCaptureDependencies_v2(
+        stream: sys::CUstream,
+        dependencies: *mut sys::CUgraphNode,
+        edges: *const sys::CUgraphEdgeData,
+        count: usize,
+        flags: c_uint,
+    );
+    fn cuGraphConditionalHandleCreate(
+        handle: *mut sys::CUgraphConditionalHandle,
+        graph: sys::CUgraph,
+        context: sys::CUcontext,
+        default: c_uint,
+        flags: c_uint,
+    );
+    fn cuGraphAddNode_v2(
+        node: *mut sys::CUgraphNode,
+        graph: sys::CUgraph,
+        dependencies: *const sys::CUgraphNode,
+        edges: *const sys::CUgraphEdgeData,
+        count: usize,
+        params: *mut sys::CUgraphNodeParams,
+    );
     fn cuGraphDestroy(graph: sys::CUgraph);
     fn cuGraphGetNodes(graph: sys::CUgraph, nodes: *mut sys::CUgraphNode, count: *mut usize);
     fn cuGraphNodeGetType(node: sys::CUgraphNode, kind: *mut sys::CUgraphNodeType);

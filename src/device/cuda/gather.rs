@@ -39,6 +39,15 @@ impl GatherKernels {
     }
 }
 
+/// What a kernel node is, by its kernel.
+pub(super) enum KernelNode {
+    /// A launch of a gather kernel: its slots, and the node's parameters, whose own are not kept.
+    Gather(Slots, sys::CUDA_KERNEL_NODE_PARAMS),
+    /// What reads the predicate of an if.
+    If,
+    Other,
+}
+
 /// The parameters of one launch, laid out as `Slots` in `gather.cu`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Slots {
@@ -221,6 +230,10 @@ impl Inner {
         let Some(capture) = self.capture_id(stream) else {
             return Ok(());
         };
+        if self.is_in_body(stream) {
+            let detail = "a gather is asked for in the body of an if, where no launch could bring its sources; gather before the if";
+            return Err(DeviceError::new(call, Code::NotSupported, detail));
+        }
         let mut gathered = lock(&self.gathered);
         if gathered.contains(&capture) {
             let detail = "a graph holds at most one gather, and this one has it";
@@ -230,26 +243,30 @@ impl Inner {
         Ok(())
     }
 
-    /// The slots of a graph's node, if it is a launch of a gather kernel; and the node's parameters, whose own are not kept.
-    pub(super) fn gather_of(
-        &self,
-        node: sys::CUgraphNode,
-    ) -> Result<Option<(Slots, sys::CUDA_KERNEL_NODE_PARAMS)>> {
-        let Some(kernels) = self.gather.get() else {
-            return Ok(None);
-        };
+    /// What a graph's kernel node is to this device.
+    pub(super) fn kernel_of(&self, node: sys::CUgraphNode) -> Result<KernelNode> {
+        if self.gather.get().is_none() && self.if_kernel.get().is_none() {
+            return Ok(KernelNode::Other);
+        }
         let mut params = std::mem::MaybeUninit::<sys::CUDA_KERNEL_NODE_PARAMS>::zeroed();
         // SAFETY: the node is a kernel's and lives; the pointer is to a struct of the driver's layout.
         let code =
             unsafe { (self.driver.cuGraphKernelNodeGetParams_v2)(node, params.as_mut_ptr()) };
         // A kernel of another kind than modules have cannot be read so; it is not ours.
         if code != SUCCESS {
-            return Ok(None);
+            return Ok(KernelNode::Other);
         }
         // SAFETY: zero is a value of each of its fields, and the driver wrote the others.
         let mut params = unsafe { params.assume_init() };
-        let Some(room) = kernels.room(params.func) else {
-            return Ok(None);
+        if self
+            .if_kernel
+            .get()
+            .is_some_and(|ours| ours.raw.0 == params.func)
+        {
+            return Ok(KernelNode::If);
+        }
+        let Some(room) = self.gather.get().and_then(|ours| ours.room(params.func)) else {
+            return Ok(KernelNode::Other);
         };
         if params.kernelParams.is_null() {
             let detail = "the driver does not give back the parameters of the gather node";
@@ -263,7 +280,7 @@ impl Inner {
         // as long as the node is.
         let slots = unsafe { Slots::read(room, *params.kernelParams) };
         params.kernelParams = ptr::null_mut();
-        Ok(Some((slots, params)))
+        Ok(KernelNode::Gather(slots, params))
     }
 }
 

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::gather::Slots;
+use super::conditional::CONDITIONAL;
+use super::gather::{KernelNode, Slots};
 use super::inner::{Inner, Shared};
 use super::stream::Handle;
 use crate::device::{Call, Code, DeviceError, DevicePtr, GraphInfo, Result};
@@ -104,6 +105,14 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
     if let Some(capture) = device.capture_id(stream) {
         lock(&device.gathered).retain(|other| *other != capture);
     }
+    if device.is_body(stream) {
+        let why = "the stream captures the body of an if; end that with end_if, and the capture on its own stream";
+        device.break_capture(stream);
+        let error = DeviceError::new(call, Code::StreamCaptureUnmatched, why);
+        return Err(device.refused(Some(stream), 0, error));
+    }
+    let open = device.close_bodies(stream.id);
+    let bodies = lock(&device.begun).bodies(stream.id);
     let broken = device.first_refusal(stream);
     let mut raw = ptr::null_mut();
     // SAFETY: the handle keeps the stream alive; the pointer is to a live local.
@@ -120,9 +129,13 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
     let mut template = Template {
         device: device.clone(),
         raw: Mutex::new(Shared(raw)),
-        info: GraphInfo::default(),
+        info: bodies,
         gather: Vec::new(),
     };
+    if open {
+        let detail = "the body of an if was open; it is over now, with the capture";
+        return Err(DeviceError::new(call, Code::StreamCaptureUnjoined, detail));
+    }
     template.read(call, raw)?;
     Ok(CudaGraph(Arc::new(template)))
 }
@@ -133,18 +146,20 @@ impl Template {
         let device = self.device.clone();
         for node in device.nodes(call, raw)? {
             match device.kind(call, node)? {
-                0 => match device.gather_of(node)? {
-                    Some((slots, params)) => self.gather.push(GatherNode {
+                0 => match device.kernel_of(node)? {
+                    KernelNode::Gather(slots, params) => self.gather.push(GatherNode {
                         node: Shared(node),
                         params: Shared(params),
                         slots,
                         unsure: false,
                     }),
-                    None => self.info.kernels += 1,
+                    KernelNode::If => {} // counts with its if
+                    KernelNode::Other => self.info.kernels += 1,
                 },
                 1 => self.info.copies += 1,
                 2 => self.info.fills += 1,
                 10 | 11 => self.info.memory += 1, // MEM_ALLOC, MEM_FREE
+                CONDITIONAL => self.info.conditionals += 1,
                 _ => self.info.other += 1,
             }
         }
@@ -250,7 +265,7 @@ impl CudaExec {
 
 impl Inner {
     /// A graph's nodes.
-    fn nodes(&self, call: Call, graph: sys::CUgraph) -> Result<Vec<sys::CUgraphNode>> {
+    pub(super) fn nodes(&self, call: Call, graph: sys::CUgraph) -> Result<Vec<sys::CUgraphNode>> {
         let asked = || "the nodes of a graph".to_owned();
         let mut count = 0;
         // SAFETY: the graph lives; without an array the driver only counts.
@@ -267,7 +282,7 @@ impl Inner {
     }
 
     /// A node's kind, by the driver's number: newer drivers have more of them.
-    fn kind(&self, call: Call, node: sys::CUgraphNode) -> Result<u32> {
+    pub(super) fn kind(&self, call: Call, node: sys::CUgraphNode) -> Result<u32> {
         let mut kind = 0_u32;
         // SAFETY: the node lives; the pointer is to a live number of the enum's size, and read as such.
         let code = unsafe { (self.driver.cuGraphNodeGetType)(node, (&raw mut kind).cast()) };

@@ -10,10 +10,11 @@ use cudarc::driver::{CudaContext, sys};
 
 use super::captures::Captures;
 use super::codes;
+use super::conditional::Body;
 use super::driver::{Driver, SUCCESS};
 use super::gather::GatherKernels;
 use super::memory::{Books, Source};
-use super::module::Modules;
+use super::module::{Function, Modules};
 use super::stream::{Handle, Wrapped};
 use crate::device::{Call, Code, DeviceError, Result};
 use crate::sync::Mutex;
@@ -57,6 +58,10 @@ pub(super) struct Inner {
     pub(super) captures: AtomicUsize,
     /// What is known of each.
     pub(super) begun: Mutex<Captures<Weak<Handle>>>,
+    /// The bodies of ifs that are open.
+    pub(super) bodies: Mutex<Vec<Body>>,
+    /// The kernel that reads the predicate of an if.
+    pub(super) if_kernel: OnceLock<Arc<Function>>,
     /// Whether others may have a stream or an event of this device in hand, or it one of theirs: then captures may be underway that it does not know of.
     pub(super) mixed: AtomicBool,
     /// How the context was lost.

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use super::inner::{Current, Inner};
 use super::stream::Handle;
 use super::{CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaStream};
-use super::{graph, quiesce, stream};
+use super::{conditional, graph, quiesce, stream};
 use crate::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
     GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
@@ -43,7 +43,12 @@ impl CudaDevice {
         f: impl FnOnce(&Handle) -> Result<T>,
     ) -> Result<T> {
         let (_current, stream) = self.enter_on(call, stream)?;
-        let result = f(stream);
+        let result = match call {
+            // Refused on any capturing stream, whose capture is left alone.
+            Call::Read | Call::Write => Ok(()),
+            _ => self.inner.refuse_beside_body(call, stream),
+        };
+        let result = result.and_then(|()| f(stream));
         self.inner.answer(call, stream, result)
     }
 
@@ -184,6 +189,9 @@ impl Device for CudaDevice {
     fn record(&self, event: &CudaEvent, stream: &CudaStream) -> Result<()> {
         let call = Call::Record;
         let (_current, stream) = self.enter_with(call, event, stream)?;
+        if let Err(error) = self.inner.refuse_beside_body(call, stream) {
+            return self.inner.answer(call, stream, Err(error));
+        }
         // SAFETY: the handles keep event and stream alive.
         let code = unsafe { (self.inner.driver.cuEventRecord)(event.raw.0, stream.raw.0) };
         let recorded = self
@@ -199,6 +207,9 @@ impl Device for CudaDevice {
     fn wait(&self, stream: &CudaStream, event: &CudaEvent) -> Result<()> {
         let call = Call::Wait;
         let (_current, stream) = self.enter_with(call, event, stream)?;
+        if let Err(error) = self.inner.refuse_beside_body(call, stream) {
+            return self.inner.answer(call, stream, Err(error));
+        }
         // SAFETY: the handles keep event and stream alive.
         let code = unsafe { (self.inner.driver.cuStreamWaitEvent)(stream.raw.0, event.raw.0, 0) };
         let waited = self.inner.check(call, code, || {
@@ -424,6 +435,23 @@ impl Device for CudaDevice {
     fn end_capture(&self, stream: &CudaStream) -> Result<CudaGraph> {
         self.check_ours(Call::EndCapture, "stream", &stream.0.device)?;
         graph::end_capture(&self.inner, &stream.0)
+    }
+
+    fn begin_if(&self, stream: &CudaStream, predicate: DevicePtr, body: &CudaStream) -> Result<()> {
+        let call = Call::BeginIf;
+        self.check_ours(call, "body's stream", &body.0.device)?;
+        self.on(call, stream, |_| {
+            conditional::begin_if(&self.inner, &stream.0, predicate, &body.0)
+        })
+    }
+
+    fn end_if(&self, stream: &CudaStream, body: &CudaStream) -> Result<()> {
+        let call = Call::EndIf;
+        self.check_ours(call, "stream", &stream.0.device)?;
+        self.check_ours(call, "body's stream", &body.0.device)?;
+        let _current = self.inner.current(call)?;
+        let result = conditional::end_if(&self.inner, &stream.0, &body.0);
+        self.inner.answer(call, &stream.0, result)
     }
 
     fn refuse(&self, stream: &CudaStream, error: DeviceError, invalidate: bool) -> DeviceError {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use petgraph::graph::NodeIndex;
 use petgraph::visit::{Dfs, Reversed};
 
+use super::conditional::BodyOf;
 use super::graph::{Dag, GraphMemory, Template};
 use super::state::State;
 use super::stream::{CaptureKey, Frontier, StreamKey};
@@ -18,6 +19,8 @@ pub(super) struct Joined {
     pub(super) capture: CaptureKey,
     /// The nodes that the next one depends on.
     pub(super) after: Frontier,
+    /// The stream of the if's body that was begun here and is open.
+    pub(super) open: Option<StreamKey>,
 }
 
 /// A capture that is underway.
@@ -25,18 +28,14 @@ pub(super) struct Capture {
     pub(super) origin: StreamKey,
     pub(super) owner: ThreadId,
     pub(super) mode: CaptureMode,
-    /// What it was given, and what broke it.
+    /// What it was given, and what broke it; of an if's body, see `root`.
     pub(super) log: Log,
-    dag: Dag,
+    pub(super) dag: Dag,
     pub(super) streams: Vec<StreamKey>,
     has_gather: bool,
     pub(super) memory: Vec<Arc<GraphMemory>>,
-}
-
-impl Capture {
-    pub(super) fn is_broken(&self) -> bool {
-        self.log.first().is_some()
-    }
+    /// Of an if's body, where it belongs.
+    pub(super) body: Option<BodyOf>,
 }
 
 impl State {
@@ -61,6 +60,10 @@ impl State {
 
     /// Notes that a capture has its one gather node, refused where it has it already.
     pub(super) fn claim_gather(&mut self, call: Call, capture: CaptureKey) -> Result<()> {
+        if self.captures[capture].body.is_some() {
+            let detail = "a gather is asked for in the body of an if, where no launch could bring its sources; gather before the if";
+            return Err(DeviceError::new(call, Code::NotSupported, detail));
+        }
         if std::mem::replace(&mut self.captures[capture].has_gather, true) {
             return Err(DeviceError::new(
                 call,
@@ -90,21 +93,35 @@ impl State {
             );
             return Err(DeviceError::new(call, Code::IllegalState, detail));
         }
+        self.open_capture(key, mode, None, Dag::new(), Frontier::new());
+        Ok(())
+    }
+
+    /// A capture of this thread's begins on a stream, with what it has already.
+    pub(super) fn open_capture(
+        &mut self,
+        key: StreamKey,
+        mode: CaptureMode,
+        body: Option<BodyOf>,
+        dag: Dag,
+        after: Frontier,
+    ) {
         let capture = self.captures.insert(Capture {
             origin: key,
             owner: thread::current().id(),
             mode,
             log: Log::default(),
-            dag: Dag::new(),
+            dag,
             streams: vec![key],
             has_gather: false,
             memory: Vec::new(),
+            body,
         });
         self.streams[key].joined = Some(Joined {
             capture,
-            after: Frontier::new(),
+            after,
+            open: None,
         });
-        Ok(())
     }
 
     pub(super) fn capture_status(&self, key: StreamKey) -> Result<CaptureStatus> {
@@ -118,7 +135,7 @@ impl State {
         }
         Ok(match &self.streams[key].joined {
             None => CaptureStatus::None,
-            Some(joined) if self.captures[joined.capture].is_broken() => CaptureStatus::Invalidated,
+            Some(joined) if self.is_broken(joined.capture) => CaptureStatus::Invalidated,
             Some(_) => CaptureStatus::Active,
         })
     }
@@ -140,6 +157,11 @@ impl State {
             let why = "the capture was begun on another stream; end it there";
             return Err(self.invalidate(capture, call, Code::StreamCaptureUnmatched, why));
         }
+        if self.captures[capture].body.is_some() {
+            let why = "the stream captures the body of an if; end that with end_if, and the capture on its own stream";
+            return Err(self.invalidate(capture, call, Code::StreamCaptureUnmatched, why));
+        }
+        let open = self.leave_bodies(capture);
         let Some(ended) = self.leave_capture(capture) else {
             return Err(DeviceError::new(
                 call,
@@ -160,6 +182,10 @@ impl State {
             let detail = "the capture broke while it was underway; it is over now";
             return over(Code::StreamCaptureInvalidated, detail);
         }
+        if open {
+            let detail = "the body of an if was open; it is over now, with the capture";
+            return over(Code::StreamCaptureUnjoined, detail);
+        }
         if !is_joined(&ended.dag, &ended.after_origin) {
             let detail = "work was captured on another stream, and the capture's own did not wait for it; it is over now";
             return over(Code::StreamCaptureUnjoined, detail);
@@ -174,7 +200,7 @@ impl State {
     }
 
     /// Takes a capture away from all its streams.
-    fn leave_capture(&mut self, key: CaptureKey) -> Option<Ended> {
+    pub(super) fn leave_capture(&mut self, key: CaptureKey) -> Option<Ended> {
         let Capture {
             origin,
             owner,
@@ -212,23 +238,24 @@ impl State {
             .and_then(|s| s.joined.as_ref())
             .map(|joined| joined.capture);
         if let Some(capture) = capture.filter(|&c| self.captures[c].origin == key) {
+            self.leave_bodies(capture);
             self.leave_capture(capture);
         }
     }
 }
 
 /// A capture that is over.
-struct Ended {
-    owner: ThreadId,
-    mode: CaptureMode,
-    log: Log,
-    dag: Dag,
-    memory: Vec<Arc<GraphMemory>>,
-    after_origin: Frontier,
+pub(super) struct Ended {
+    pub(super) owner: ThreadId,
+    pub(super) mode: CaptureMode,
+    pub(super) log: Log,
+    pub(super) dag: Dag,
+    pub(super) memory: Vec<Arc<GraphMemory>>,
+    pub(super) after_origin: Frontier,
 }
 
 /// Whether every node comes before the end of the stream that began the capture. Marks need not: they are no nodes.
-fn is_joined(dag: &Dag, end: &Frontier) -> bool {
+pub(super) fn is_joined(dag: &Dag, end: &Frontier) -> bool {
     let mut search = Dfs::empty(Reversed(dag));
     for &node in end {
         search.move_to(node);

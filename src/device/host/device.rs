@@ -104,7 +104,7 @@ impl Device for HostDevice {
             } else {
                 state.world.memory.mappings()
             };
-            let _ = state.submit(
+            state.mark(
                 call,
                 key,
                 Work::Mark {
@@ -392,6 +392,22 @@ impl Device for HostDevice {
             device: self.inner.clone(),
             template,
         })
+    }
+
+    fn begin_if(&self, stream: &HostStream, predicate: DevicePtr, body: &HostStream) -> Result<()> {
+        let call = Call::BeginIf;
+        self.check_ours(call, "body's stream", &body.0.device)?;
+        self.on(call, stream, |state, key| {
+            state.begin_if(call, key, predicate, body.0.key)
+        })
+    }
+
+    fn end_if(&self, stream: &HostStream, body: &HostStream) -> Result<()> {
+        let call = Call::EndIf;
+        self.check_ours(call, "stream", &stream.0.device)?;
+        self.check_ours(call, "body's stream", &body.0.device)?;
+        let (mut state, key) = (self.lock(call)?, stream.0.key);
+        state.on(call, key, |state| state.end_if(call, key, body.0.key))
     }
 
     fn refuse(&self, stream: &HostStream, error: DeviceError, invalidate: bool) -> DeviceError {

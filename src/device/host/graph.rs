@@ -1,16 +1,18 @@
 //! Captured graphs: the template, its executable form, and one launch's progress.
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use petgraph::graph::{DiGraph, NodeIndex};
+use petgraph::{Incoming, Outgoing};
 use smallvec::SmallVec;
 
 use super::gate::{Deferred, Gate};
 use super::schedule::Rng;
 use super::stream::EventKey;
-use super::work::Work;
+use super::work::{Broken, Work, World};
 use crate::device::{DevicePtr, GraphInfo};
 
 /// Work and its order, as captured.
@@ -40,16 +42,14 @@ pub(super) struct Template {
 impl Template {
     pub(super) fn info(&self) -> GraphInfo {
         let mut info = GraphInfo::default();
-        for work in self.dag.node_weights() {
-            match work.node_kind() {
-                Some("kernel") => info.kernels += 1,
-                Some("memcpy") => info.copies += 1,
-                Some("memset") => info.fills += 1,
-                Some("mem_alloc" | "mem_free") => info.memory += 1,
-                Some(_) => info.other += 1,
-                None => {}
-            }
-        }
+        each_kind(&self.dag, &mut |kind| match kind {
+            "kernel" => info.kernels += 1,
+            "memcpy" => info.copies += 1,
+            "memset" => info.fills += 1,
+            "mem_alloc" | "mem_free" => info.memory += 1,
+            "conditional" => info.conditionals += 1,
+            _ => info.other += 1,
+        });
         info
     }
 
@@ -63,13 +63,23 @@ impl Template {
     }
 }
 
+/// The kinds of all nodes, those in bodies of ifs included.
+fn each_kind(dag: &Dag, each: &mut impl FnMut(&'static str)) {
+    for work in dag.node_weights() {
+        work.node_kind().into_iter().for_each(&mut *each);
+        if let Work::If { body, .. } = work {
+            each_kind(body, each);
+        }
+    }
+}
+
 /// Its nodes by kind, as `kernel×2 memset×1`.
 impl fmt::Display for Template {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut counts = std::collections::BTreeMap::new();
-        for kind in self.dag.node_weights().filter_map(Work::node_kind) {
+        each_kind(&self.dag, &mut |kind| {
             *counts.entry(kind).or_insert(0_usize) += 1;
-        }
+        });
         if counts.is_empty() {
             return f.write_str("no nodes");
         }
@@ -87,6 +97,8 @@ pub(super) struct PlanNode {
     /// How many nodes must be done before it.
     before: u32,
     after: SmallVec<[u32; 2]>,
+    /// Of an if, the nodes of its body.
+    body: Range<u32>,
 }
 
 /// What an executable runs. Launches in flight hold it, so changing the executable means making a new one.
@@ -104,32 +116,62 @@ pub(super) struct Plan {
 
 impl Plan {
     pub(super) fn new(template: &Template) -> Self {
-        let dag = &template.dag;
         let mut plan = Plan {
             nodes: Vec::new(),
             slots: 0,
             waits: Vec::new(),
             memory: template.memory.clone(),
         };
-        for index in dag.node_indices() {
-            let work = dag[index].clone();
-            match &work {
-                Work::Gather { slots, .. } => plan.slots = slots.len(),
-                Work::WaitEvent(event) => plan.waits.push((plan.nodes.len() as u32, *event)),
+        plan.add(&template.dag);
+        plan
+    }
+
+    /// Adds all nodes of a dag, and those of the bodies in it: a body comes after its if, and whatever comes after the if, after the body. Where the dag begins and ends.
+    fn add(&mut self, dag: &Dag) -> (Vec<u32>, Vec<u32>) {
+        // Where each node begins and ends; they differ for an if.
+        let mut places: Vec<(u32, u32)> = Vec::with_capacity(dag.node_count());
+        for work in dag.node_weights() {
+            let first = self.push(work.clone());
+            let mut last = first;
+            match work {
+                Work::Gather { slots, .. } => self.slots = slots.len(),
+                Work::WaitEvent(event) => self.waits.push((first, *event)),
+                Work::If { body, .. } => {
+                    let (begins, ends) = self.add(body);
+                    last = self.push(Work::EndIf);
+                    self.nodes[first as usize].body = first + 1..last;
+                    begins.into_iter().for_each(|node| self.order(first, node));
+                    ends.into_iter().for_each(|node| self.order(node, last));
+                    self.order(first, last);
+                }
                 _ => {}
             }
-            let before = dag.neighbors_directed(index, petgraph::Incoming).count() as u32;
-            let after = dag
-                .neighbors(index)
-                .map(|next: NodeIndex| next.index() as u32)
-                .collect();
-            plan.nodes.push(PlanNode {
-                work,
-                before,
-                after,
-            });
+            places.push((first, last));
         }
-        plan
+        for edge in dag.raw_edges() {
+            let (before, after) = (edge.source().index(), edge.target().index());
+            self.order(places[before].1, places[after].0);
+        }
+        let outer = |direction| dag.externals(direction).map(NodeIndex::index);
+        (
+            outer(Incoming).map(|node| places[node].0).collect(),
+            outer(Outgoing).map(|node| places[node].1).collect(),
+        )
+    }
+
+    fn push(&mut self, work: Work) -> u32 {
+        self.nodes.push(PlanNode {
+            work,
+            before: 0,
+            after: SmallVec::new(),
+            body: 0..0,
+        });
+        self.nodes.len() as u32 - 1
+    }
+
+    fn order(&mut self, before: u32, after: u32) {
+        self.nodes[before as usize].after.push(after);
+        self.nodes[after as usize].before += 1;
     }
 
     /// Whether another plan differs from this one in nothing but its nodes' parameters.
@@ -150,6 +192,8 @@ pub(super) struct Run {
     left: usize,
     pending: Vec<u32>,
     ready: Vec<u32>,
+    /// The nodes of bodies that do not run this time.
+    skipped: Vec<Range<u32>>,
 }
 
 impl Run {
@@ -160,6 +204,7 @@ impl Run {
         }
         self.started = true;
         self.left = plan.nodes.len();
+        self.skipped.clear();
         self.pending.clear();
         self.pending
             .extend(plan.nodes.iter().map(|node| node.before));
@@ -201,6 +246,27 @@ impl Run {
                 self.ready.push(next);
             }
         }
+    }
+
+    /// Runs a node, unless it is of a body that does not run.
+    pub(super) fn perform(
+        &mut self,
+        plan: &Plan,
+        node: u32,
+        world: &mut World,
+        sources: &[DevicePtr],
+    ) -> Result<(), Broken> {
+        let PlanNode { work, body, .. } = &plan.nodes[node as usize];
+        if self.skipped.iter().any(|skipped| skipped.contains(&node)) {
+            return Ok(());
+        }
+        if let Work::If { predicate, .. } = work {
+            if !world.holds(*predicate)? {
+                self.skipped.push(body.clone());
+            }
+            return Ok(());
+        }
+        world.run(work, Some(sources))
     }
 
     /// Makes room for the next launch.

@@ -31,7 +31,7 @@ impl State {
         code: Code,
         why: &str,
     ) -> DeviceError {
-        let position = self.captures.get(capture).map(|c| c.log.next());
+        let position = self.captures.get(self.root(capture)).map(|c| c.log.next());
         self.break_capture(capture, position, call, code, why)
     }
 
@@ -44,7 +44,8 @@ impl State {
         why: &str,
     ) -> DeviceError {
         let mut error = DeviceError::new(call, code, why);
-        let Some(underway) = self.captures.get(capture) else {
+        let root = self.root(capture);
+        let Some(underway) = self.captures.get(root) else {
             return error;
         };
         error.position = position;
@@ -52,16 +53,28 @@ impl State {
             "{why}; the capture on {} is invalid now and must be ended",
             self.stream_name(underway.origin)
         );
-        let log = &mut self.captures[capture].log;
+        let log = &mut self.captures[root].log;
         log.explain(&mut error);
         log.break_by(&error);
         error
     }
 
-    /// The capture that a stream takes part in, and whether it is broken.
+    /// The capture whose log a capture has: of an if's body, the one that it belongs to in the end.
+    pub(super) fn root(&self, capture: CaptureKey) -> CaptureKey {
+        let body = self.captures.get(capture).and_then(|c| c.body.as_ref());
+        body.map_or(capture, |body| body.root)
+    }
+
+    pub(super) fn is_broken(&self, capture: CaptureKey) -> bool {
+        self.captures
+            .get(self.root(capture))
+            .is_none_or(|c| c.log.first().is_some())
+    }
+
+    /// The capture in whose log a stream's calls are noted, and whether it is broken.
     fn taking_part(&self, key: StreamKey) -> Option<(CaptureKey, bool)> {
         let joined = self.streams[key].joined.as_ref()?;
-        Some((joined.capture, self.captures[joined.capture].is_broken()))
+        Some((self.root(joined.capture), self.is_broken(joined.capture)))
     }
 
     /// Makes a call on a stream, and takes note of it where the stream captures.
@@ -100,7 +113,7 @@ impl State {
         let Some(joined) = &self.streams[key].joined else {
             return Ok(None);
         };
-        if !self.captures[joined.capture].is_broken() {
+        if !self.is_broken(joined.capture) {
             return Ok(Some(joined.capture));
         }
         let detail = format!(
@@ -117,8 +130,10 @@ impl State {
     /// Work for a stream: the capture it goes into, or none.
     pub(super) fn admit(&mut self, call: Call, key: StreamKey) -> Result<Option<CaptureKey>> {
         let capture = self.valid_capture(call, key)?;
-        if capture.is_none() && !self.captures.is_empty() {
-            self.refuse_implicit(call, key)?;
+        match capture {
+            Some(capture) => self.refuse_beside_body(call, key, capture)?,
+            None if !self.captures.is_empty() => self.refuse_implicit(call, key)?,
+            None => {}
         }
         Ok(capture)
     }
@@ -185,6 +200,8 @@ impl State {
             (CaptureMode::Global, CaptureMode::Global) => true,
             _ => c.owner == here,
         };
+        // A body is broken with the capture it belongs to.
+        let minds = |c: &Capture| c.body.is_none() && minds(c);
         let minding: Vec<CaptureKey> = self
             .captures
             .iter()
@@ -200,7 +217,8 @@ impl State {
 
     /// A call that waits for every stream: refused in every mode.
     pub(super) fn refuse_any_capture(&mut self, call: Call) -> Result<()> {
-        let all: Vec<CaptureKey> = self.captures.keys().collect();
+        let whole = self.captures.iter().filter(|(_, c)| c.body.is_none());
+        let all: Vec<CaptureKey> = whole.map(|(key, _)| key).collect();
         let why = "the call waits for all streams, and one captures";
         let refused = all
             .into_iter()
@@ -250,6 +268,9 @@ impl State {
         record: &Record,
     ) -> Result<bool> {
         let own = self.valid_capture(call, key)?;
+        if let Some(own) = own {
+            self.refuse_beside_body(call, key, own)?;
+        }
         let (capture, after) = match (record, own) {
             (Record::Never, _) | (Record::Point(_), None) => return Ok(false),
             (Record::Point(_), Some(own)) => {
@@ -264,10 +285,11 @@ impl State {
             self.invalidate_own(own, call, Code::StreamCaptureMerge, why);
             return Err(self.invalidate(capture, call, Code::StreamCaptureMerge, why));
         }
-        if self.captures[capture].is_broken() {
+        if self.is_broken(capture) {
             let detail = "the event was recorded in a capture that is invalid; end that capture";
             let mut error = DeviceError::new(call, Code::StreamCaptureInvalidated, detail);
-            self.captures[capture].log.explain(&mut error);
+            let root = self.root(capture);
+            self.captures[root].log.explain(&mut error);
             return Err(error);
         }
         if key == self.default_stream {
@@ -279,6 +301,7 @@ impl State {
             self.streams[key].joined = Some(Joined {
                 capture,
                 after: after.clone(),
+                open: None,
             });
         } else if let Some(joined) = &mut self.streams[key].joined {
             let new = after

@@ -135,7 +135,7 @@ impl State {
             Some(Entry::Graph(Launch { plan, sources, .. })) => {
                 run.start(plan);
                 if let Some(node) = run.draw(rng, |node| !held_up.contains(&node)) {
-                    world.run(&plan.nodes[node as usize].work, Some(sources))?;
+                    run.perform(plan, node, world, sources)?;
                     run.finish(plan, node);
                 }
                 if !run.is_over() {

@@ -202,6 +202,15 @@ impl State {
         Ok(())
     }
 
+    /// A mark on a stream. Where the body of an if is open there, it comes after the if.
+    pub(super) fn mark(&mut self, call: Call, key: StreamKey, mark: Work) {
+        match self.valid_capture(call, key) {
+            Ok(Some(_)) => drop(self.capture(key, mark)),
+            Ok(None) => drop(self.submit(call, key, mark)),
+            Err(_) => {}
+        }
+    }
+
     /// A launch of an executable.
     pub(super) fn launch(
         &mut self,

@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::context::{Args, Context, Undo};
+use super::graph::Dag;
 use super::memory::Memory;
 use super::stream::EventKey;
 use crate::device::{
@@ -70,6 +71,13 @@ pub(super) enum Work {
         dst: HostBuffer,
         src: DevicePtr,
     },
+    /// Only in graphs: runs the body if the byte is not 0. A plan has the body's nodes among its own.
+    If {
+        predicate: DevicePtr,
+        body: Arc<Dag>,
+    },
+    /// Only in plans: what comes after an if, whether or not its body ran.
+    EndIf,
     /// Only in graphs: waits for the event's record as it was at the launch.
     WaitEvent(EventKey),
     /// Memory of the driver's own pool, under an address that is reserved.
@@ -98,7 +106,8 @@ impl Work {
             Work::WaitEvent(_) => "wait_event",
             Work::Allocate { .. } => "mem_alloc",
             Work::Free { .. } => "mem_free",
-            Work::Mark { .. } => return None,
+            Work::If { .. } => "conditional",
+            Work::Mark { .. } | Work::EndIf => return None,
         })
     }
 }
@@ -211,7 +220,7 @@ impl World {
                     .check("copy to the host", *src, dst.len() as u64)?;
                 self.memory.read(*src, &mut dst);
             }
-            Work::WaitEvent(_) => {}
+            Work::WaitEvent(_) | Work::If { .. } | Work::EndIf => {}
             Work::Allocate { ptr, bytes } => {
                 if self.memory.mapped_at(*ptr).is_none() {
                     self.memory
@@ -230,6 +239,14 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// Whether the predicate of an if holds now.
+    pub(super) fn holds(&self, predicate: DevicePtr) -> Result<bool, Broken> {
+        let mut byte = [0];
+        self.memory.check("if", predicate, 1)?;
+        self.memory.read(predicate, &mut byte);
+        Ok(byte != [0])
     }
 
     fn run_kernel(&mut self, body: &Body, config: LaunchConfig, args: &Args) -> Result<(), Broken> {
