@@ -303,6 +303,16 @@ impl<D: Device> Tensor<D> {
         refuse_tensor(device, self, || "the tensor".into())
     }
 
+    /// Whether it is current, and lies where it was made: nothing is to be waited for.
+    #[inline]
+    pub(crate) fn is_settled(&self) -> bool {
+        self.stamp == ETERNAL
+            || self
+                .storage
+                .as_ref()
+                .is_none_or(|s| s.stamp() == self.stamp && !s.has_moved())
+    }
+
     /// Makes a stream wait for the copy by which an output of an ended step was kept, if it was.
     pub(crate) fn await_copy(&self, device: &D, stream: &D::Stream) -> Result<()> {
         if self.stamp != ETERNAL

@@ -308,24 +308,25 @@ impl fmt::Debug for Function {
     }
 }
 
-/// A function as the tree keeps it.
+/// A function as the tree keeps it. What a replay touches comes first.
+#[repr(C)]
 pub(super) struct FunctionState<D: Device> {
+    pub(super) variants: Vec<Variant>,
+    /// Bound at registration, by position, sorted.
+    pub(super) bound: Vec<(usize, Bound<D>)>,
+    /// Its runs that were replays.
+    pub(super) replays: u64,
+    /// Raised by the death of a bound storage.
+    pub(super) bound_died: Arc<AtomicBool>,
     pub(super) number: u32,
     pub(super) name: Arc<str>,
     pub(super) body: Body<D>,
     /// Declared static, by position, sorted, and where.
     pub(super) statics: Vec<(usize, &'static Location<'static>)>,
-    /// Bound at registration, by position, sorted.
-    pub(super) bound: Vec<(usize, Bound<D>)>,
-    /// Raised by the death of a bound storage.
-    pub(super) bound_died: Arc<AtomicBool>,
     pub(super) skip_warmup: bool,
-    pub(super) variants: Vec<Variant>,
     pub(super) settings: Settings,
     /// Recordings of it that are there.
     pub(super) recordings: usize,
-    /// Its runs that were replays.
-    pub(super) replays: u64,
     /// How often each kind of reason was the answer.
     pub(super) reasons: [u64; ReasonKind::ALL.len()],
     /// The kinds that advice was given for.
@@ -340,19 +341,20 @@ impl<D: Device> std::ops::Deref for FunctionState<D> {
     }
 }
 
-/// One key of a function.
+/// One key of a function. What a replay touches comes first.
+#[repr(C)]
 pub(super) struct Variant {
     pub(super) key: Key,
-    /// Why it is never captured, if it is not.
-    pub(super) never: Option<Never>,
+    /// Its recordings on the empty path, in order of creation.
+    pub(super) roots: SmallVec<[NodeKey; 2]>,
     /// It has been warmed up, or need not be.
     pub(super) warm: bool,
+    /// Why it is never captured, if it is not.
+    pub(super) never: Option<Never>,
     /// Captures of it that failed since the last that did not.
     pub(super) failures: u32,
     /// Calls that are answered eagerly before the next capture is tried.
     pub(super) pause: u64,
-    /// Its recordings on the empty path, in order of creation.
-    pub(super) roots: SmallVec<[NodeKey; 2]>,
 }
 
 /// Why a key is never captured.
@@ -378,6 +380,11 @@ impl Variant {
         } else {
             (1 << (self.failures - 1)) - 1
         };
+    }
+
+    /// Whether its recordings are replayed where they fit.
+    pub(super) fn replays(&self) -> bool {
+        self.warm && self.never.is_none()
     }
 
     /// A capture succeeded.
@@ -458,7 +465,7 @@ impl<D: Device> FunctionState<D> {
     /// Whether a bound storage died.
     #[inline(always)] // on the path of every replay
     pub(super) fn lost_bound(&self) -> bool {
-        self.bound_died.load(Ordering::Acquire)
+        !self.bound.is_empty() && self.bound_died.load(Ordering::Acquire)
     }
 
     /// The error for it. The bound tensors are held by the caller, who drops them without the lock.

@@ -542,8 +542,9 @@ impl<D: Device> Inner<D> {
                 .iter()
                 .map(|slot| slot.dst.0..slot.dst.0 + slot.bytes)
                 .collect(),
-            sources: placed.sources,
+            is_plain: false,
         });
+        state.nodes[node].is_plain = state.nodes[node].may_be_fast();
         match parent {
             Some(parent) => state.nodes[parent].children.push((variant, node)),
             None => {

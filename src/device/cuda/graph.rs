@@ -5,6 +5,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
+use smallvec::SmallVec;
 
 use super::gather::Slots;
 use super::inner::{Inner, Shared};
@@ -31,8 +32,6 @@ struct GatherNode {
     params: Shared<sys::CUDA_KERNEL_NODE_PARAMS>,
     /// What the executable's node is set to.
     slots: Slots,
-    /// Whether the driver may know other sources than `slots` says: setting them failed.
-    unsure: bool,
 }
 
 /// An executable graph of a [`CudaDevice`](super::CudaDevice).
@@ -47,6 +46,8 @@ pub struct CudaExec {
 
 struct ExecState {
     raw: Shared<sys::CUgraphExec>,
+    /// What the driver was last told of, for all slots; nothing where that is not sure, because telling it failed.
+    sources: SmallVec<[DevicePtr; 4]>,
     gather: Vec<GatherNode>,
 }
 
@@ -138,7 +139,6 @@ impl Template {
                         node: Shared(node),
                         params: Shared(params),
                         slots,
-                        unsure: false,
                     }),
                     None => self.info.kernels += 1,
                 },
@@ -174,6 +174,10 @@ pub(super) fn instantiate(template: &Arc<Template>) -> Result<CudaExec> {
         _template: (!gather.is_empty()).then(|| template.clone()),
         state: Mutex::new(ExecState {
             raw: Shared(raw),
+            sources: gather
+                .iter()
+                .flat_map(|node| node.slots.sources())
+                .collect(),
             gather,
         }),
     })
@@ -188,8 +192,8 @@ impl CudaExec {
         }
         let mut state = lock(&self.state);
         let raw = state.raw.0;
-        for node in &mut state.gather {
-            self.set_sources(call, raw, node, sources)?;
+        if state.sources.as_slice() != sources {
+            self.set_sources(call, &mut state, sources)?;
         }
         // SAFETY: the executable and the stream live as long as their handles, and the lock is held.
         let code = unsafe { (self.device.driver.cuGraphLaunch)(raw, stream.raw.0) };
@@ -198,43 +202,36 @@ impl CudaExec {
         })
     }
 
-    /// Tells the driver a node's sources, if one of them is another than last time.
-    fn set_sources(
-        &self,
-        call: Call,
-        exec: sys::CUgraphExec,
-        node: &mut GatherNode,
-        sources: &[DevicePtr],
-    ) -> Result<()> {
-        let mut changed = node.unsure;
-        let first = node.slots.first();
-        for index in 0..node.slots.count() {
-            let source = sources[first + index];
-            if node.slots.source(index) != source {
-                node.slots.set_source(index, source);
-                changed = true;
+    /// Tells the driver other sources than last time.
+    fn set_sources(&self, call: Call, state: &mut ExecState, sources: &[DevicePtr]) -> Result<()> {
+        let known = std::mem::take(&mut state.sources);
+        for node in &mut state.gather {
+            let (first, count) = (node.slots.first(), node.slots.count());
+            let range = first..first + count;
+            if known.get(range.clone()) == Some(&sources[range.clone()]) {
+                continue;
             }
+            for (index, source) in sources[range].iter().enumerate() {
+                node.slots.set_source(index, *source);
+            }
+            let mut param = [node.slots.as_param()];
+            let mut params = node.params.0;
+            params.kernelParams = param.as_mut_ptr();
+            // SAFETY: the node is one of the template of this executable, which keeps it; the parameters are those that the driver
+            // gave for it, with a pointer to words of the kernel's size, which the driver copies. Launches in flight keep theirs.
+            let code = unsafe {
+                (self.device.driver.cuGraphExecKernelNodeSetParams_v2)(
+                    state.raw.0,
+                    node.node.0,
+                    &raw const params,
+                )
+            };
+            self.device
+                .check(call, code, || format!("new sources for {count} slots"))?;
         }
-        if !changed {
-            return Ok(());
-        }
-        node.unsure = true;
-        let mut param = [node.slots.as_param()];
-        let mut params = node.params.0;
-        params.kernelParams = param.as_mut_ptr();
-        // SAFETY: the node is one of the template of this executable, which keeps it; the parameters are those that the driver
-        // gave for it, with a pointer to words of the kernel's size, which the driver copies. Launches in flight keep theirs.
-        let code = unsafe {
-            (self.device.driver.cuGraphExecKernelNodeSetParams_v2)(
-                exec,
-                node.node.0,
-                &raw const params,
-            )
-        };
-        self.device.check(call, code, || {
-            format!("new sources for {} slots", node.slots.count())
-        })?;
-        node.unsure = false;
+        state.sources = known;
+        state.sources.clear();
+        state.sources.extend_from_slice(sources);
         Ok(())
     }
 

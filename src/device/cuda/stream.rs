@@ -69,7 +69,8 @@ impl CudaStream {
 
 impl PartialEq for CudaStream {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0.device, &other.0.device) && self.0.raw == other.0.raw
+        Arc::ptr_eq(&self.0, &other.0)
+            || (Arc::ptr_eq(&self.0.device, &other.0.device) && self.0.raw == other.0.raw)
     }
 }
 

@@ -29,7 +29,8 @@ pub struct HostStream(pub(super) Arc<StreamHandle>);
 
 impl PartialEq for HostStream {
     fn eq(&self, other: &Self) -> bool {
-        self.0.key == other.0.key && Arc::ptr_eq(&self.0.device, &other.0.device)
+        Arc::ptr_eq(&self.0, &other.0)
+            || (self.0.key == other.0.key && Arc::ptr_eq(&self.0.device, &other.0.device))
     }
 }
 
