@@ -37,11 +37,14 @@ impl<D: Device> Default for CaptureOptions<D> {
 pub struct Graph<D: Device> {
     allocator: Allocator<D>,
     captured: Option<Captured<D>>,
+    keeps_template: bool,
 }
 
 struct Captured<D: Device> {
     exec: D::Exec,
     info: GraphInfo,
+    /// What the executable was made of, if it is kept.
+    template: Option<D::Graph>,
     pool: PoolHandle<D>,
     /// Other pools that were allocated from during the capture.
     _others: Vec<PoolHandle<D>>,
@@ -54,7 +57,24 @@ impl<D: Device> Graph<D> {
         Graph {
             allocator: allocator.clone(),
             captured: None,
+            keeps_template: false,
         }
+    }
+
+    /// Whether captures that end from now on keep their template beside the executable, for [`debug_dump`](Graph::debug_dump). At first they do not: it takes
+    /// memory of the host's, and nothing else here needs it.
+    pub fn keep_template(&mut self, keep: bool) {
+        self.keeps_template = keep;
+    }
+
+    /// The captured graph's own picture, in the DOT language: the driver's on CUDA, with all it knows of each node. See [`Device::graph_dot`].
+    ///
+    /// # Errors
+    /// [`Error::NotCaptured`]; [`Error::TemplateNotKept`]; the device's.
+    pub fn debug_dump(&self) -> Result<String> {
+        let template = self.captured()?.template.as_ref();
+        let template = template.ok_or(Error::TemplateNotKept)?;
+        Ok(self.allocator.device().graph_dot(template)?)
     }
 
     /// Begins a capture on `stream`, with a pool of its own.
@@ -226,6 +246,7 @@ impl<D: Device> Capture<'_, D> {
         self.graph.captured = Some(Captured {
             exec,
             info,
+            template: self.graph.keeps_template.then_some(template),
             pool: window.pool,
             _others: others,
         });

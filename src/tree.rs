@@ -142,6 +142,8 @@ struct State<D: Device> {
     skips: usize,
     budget: Budget,
     on_overwrite: OnOverwrite,
+    /// Recordings keep their templates.
+    keeps_templates: bool,
     /// Bytes of all graphs, as estimated.
     graph_bytes: u64,
     /// Kinds of reasons that are errors, as bits.
@@ -702,6 +704,7 @@ impl<D: Device> State<D> {
             skips: 0,
             budget: Budget::default(),
             on_overwrite: OnOverwrite::Stale,
+            keeps_templates: false,
             graph_bytes: 0,
             refused: 0,
             leaving: Vec::new(),

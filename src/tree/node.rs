@@ -65,6 +65,8 @@ pub(super) struct Node<D: Device> {
 pub(super) struct Launchable<D: Device> {
     pub(super) exec: D::Exec,
     pub(super) info: GraphInfo,
+    /// What the executable was made of, if the tree keeps that.
+    pub(super) template: Option<Arc<D::Graph>>,
     /// Other pools than the tree's that were allocated from during the capture: the graph has their addresses baked in.
     pub(super) _pools: Vec<PoolHandle<D>>,
 }

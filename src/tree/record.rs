@@ -322,12 +322,18 @@ impl<D: Device> Inner<D> {
             device
                 .launch_graph(&exec, call.stream, &placed.sources)
                 .map_err(|error| Undone::Call(error.into()))?;
-            Ok((exec, info))
+            let template = state.keeps_templates.then(|| Arc::new(template));
+            Ok((exec, info, template))
         };
         match launch() {
-            Ok((exec, info)) => {
-                let _pools = pools;
-                Ok((Launchable { exec, info, _pools }, sorted))
+            Ok((exec, info, template)) => {
+                let graph = Launchable {
+                    exec,
+                    info,
+                    template,
+                    _pools: pools,
+                };
+                Ok((graph, sorted))
             }
             Err(undone) => {
                 // Of the last one the backing may be the caller's.
