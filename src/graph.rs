@@ -10,7 +10,7 @@ use std::panic::Location;
 
 use tracing::{debug_span, warn};
 
-use crate::allocator::{Allocator, PoolHandle, PoolOptions, RouteGuard};
+use crate::allocator::{Allocator, Baked, PoolHandle, PoolOptions, RouteGuard};
 use crate::device::{CaptureMode, Device, GraphInfo, relaxed};
 use crate::error::{Error, Result};
 use crate::storage::Tensor;
@@ -46,8 +46,8 @@ struct Captured<D: Device> {
     /// What the executable was made of, if it is kept.
     template: Option<D::Graph>,
     pool: PoolHandle<D>,
-    /// Other pools that were allocated from during the capture.
-    _others: Vec<PoolHandle<D>>,
+    /// What else was used during the capture.
+    baked: Baked<D>,
 }
 
 impl<D: Device> Graph<D> {
@@ -145,10 +145,10 @@ impl<D: Device> Graph<D> {
     /// [`Error::NotCaptured`]; the device's.
     pub fn replay(&self, stream: &D::Stream) -> Result<()> {
         let captured = self.captured()?;
-        Ok(self
-            .allocator
-            .device()
-            .launch_graph(&captured.exec, stream, &[])?)
+        let device = self.allocator.device();
+        device.launch_graph(&captured.exec, stream, &[])?;
+        captured.baked.used_on(stream);
+        Ok(())
     }
 
     /// Drops the graph and its use of the pool. Idempotent. Tensors made during its capture stay good.
@@ -231,8 +231,7 @@ impl<D: Device> Capture<'_, D> {
         let allocator = self.graph.allocator.clone();
         let device = allocator.device();
         let ended = device.end_capture(&self.stream);
-        let mut others = allocator.leave_capture(window.serial);
-        others.retain(|pool| pool.id() != window.pool.id());
+        let baked = allocator.leave_capture(window.serial).beside(&window.pool);
         drop(window.route);
         let template = ended?;
         let info = device.graph_info(&template)?;
@@ -248,7 +247,7 @@ impl<D: Device> Capture<'_, D> {
             info,
             template: self.graph.keeps_template.then_some(template),
             pool: window.pool,
-            _others: others,
+            baked,
         });
         Ok(())
     }

@@ -198,6 +198,8 @@ impl<D: Device> Inner<D> {
     #[inline]
     fn launch(&self, node: &Node<D>, stream: &D::Stream) -> Result<()> {
         let device = self.allocator.device();
-        Ok(device.launch_graph(&node.graph.exec, stream, &node.sources)?)
+        device.launch_graph(&node.graph.exec, stream, &node.sources)?;
+        node.graph.baked.used_on(stream);
+        Ok(())
     }
 }
