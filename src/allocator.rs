@@ -301,7 +301,8 @@ impl<D: Device> Shared<D> {
         {
             return Ok(block);
         }
-        self.device.synchronize_device()?;
+        // Not the device's own wait, which breaks captures that were begun past this allocator.
+        self.device.quiesce()?;
         books.free_deferred(&self.device);
         books.trim()?;
         Ok(books.pools[pool].pool.alloc(stream, bytes, tag)?)
@@ -337,7 +338,7 @@ impl<D: Device> Shared<D> {
             {
                 self.alloc_after_waiting(&mut books, pool, StreamId(id), bytes, tag)?
             }
-            other => other?,
+            other => other.map_err(in_capture)?,
         };
         let mut born = 0;
         let Books {
@@ -368,6 +369,14 @@ impl<D: Device> Shared<D> {
             noted,
         })
     }
+}
+
+/// Says of an allocation there is no memory for that no more was tried, because of a capture.
+fn in_capture(mut error: PoolError) -> PoolError {
+    if let PoolError::OutOfMemory { state, .. } = &mut error {
+        state.push_str("; a capture is underway, so nothing was waited for or given back: allocate or trim before it");
+    }
+    error
 }
 
 /// A block that was handed out.
@@ -549,10 +558,11 @@ impl<D: Device> Allocator<D> {
     }
 
     /// Gives memory back to the device: wholly free segments of the default pool, those of a tree's pool that no recording of it needs, and those of
-    /// private pools whose last graph and handle are gone. Waits for the device. Memory that a living private pool has is its own, used or not.
+    /// private pools whose last graph and handle are gone. Waits for the device's work, but for what captures hold, and breaks none ([`Device::quiesce`]). Memory
+    /// that a living private pool has is its own, used or not.
     ///
     /// # Errors
-    /// [`Error::CaptureUnderway`], with nothing done: waiting would break the capture.
+    /// [`Error::CaptureUnderway`], with nothing done, while a graph or a tree of this allocator captures: the capture may have the addresses of what is free.
     pub fn trim(&self) -> Result<Trimmed> {
         let mut books = self.shared.books();
         if !books.captures.is_empty() {
@@ -560,7 +570,7 @@ impl<D: Device> Allocator<D> {
                 captures: books.captures.len(),
             });
         }
-        self.shared.device.synchronize_device()?;
+        self.shared.device.quiesce()?;
         books.free_deferred(&self.shared.device);
         Ok(books.trim()?)
     }
