@@ -112,6 +112,8 @@ struct Underway<D: Device> {
     made: Vec<(PoolKey, Allocation)>,
     /// The private pools that it came from, each a use.
     pools: Vec<PoolKey>,
+    /// What its graph is to keep besides.
+    kept: Vec<Tensor<D>>,
 }
 
 /// One pool of the books.
@@ -173,21 +175,25 @@ impl<D: Device> Memory<D> {
 }
 
 impl<D: Device> Books<D> {
-    /// The capture that a stream belongs to: the one that was begun on it, or, if it captures because it forked off, the
-    /// last one that this thread began. (The device does not say which; a thread seldom has two.)
+    /// The capture that a stream belongs to, if it was begun through this allocator: on the stream, or on one that it forked off. (Of a fork of a broken capture
+    /// the device does not say which that is: the last one that this thread began.)
     fn capture_of(&self, device: &D, stream: &D::Stream) -> Option<usize> {
         if self.captures.is_empty() {
             return None;
         }
         let id = device.stream_id(stream);
-        self.captures.iter().position(|c| c.id == id).or_else(|| {
-            let thread = thread::current().id();
-            let at = self.captures.iter().rposition(|c| c.thread == thread)?;
-            matches!(
-                device.capture_status(stream),
-                Ok(CaptureStatus::Active | CaptureStatus::Invalidated)
-            )
-            .then_some(at)
+        let begun = self.captures.iter().position(|c| c.id == id);
+        begun.or_else(|| match device.capture_status(stream) {
+            Ok(CaptureStatus::Active) => {
+                let capture = device.capture_id(stream).ok()??;
+                let has_it = |c: &Underway<D>| device.capture_id(&c.stream) == Ok(Some(capture));
+                self.captures.iter().position(has_it)
+            }
+            Ok(CaptureStatus::Invalidated) => {
+                let thread = thread::current().id();
+                self.captures.iter().rposition(|c| c.thread == thread)
+            }
+            Ok(CaptureStatus::None) | Err(_) => None,
         })
     }
 
@@ -295,7 +301,8 @@ impl<D: Device> Shared<D> {
         {
             return Ok(block);
         }
-        self.device.synchronize_device()?;
+        // Not the device's own wait, which breaks captures that were begun past this allocator.
+        self.device.quiesce()?;
         books.free_deferred(&self.device);
         books.trim()?;
         Ok(books.pools[pool].pool.alloc(stream, bytes, tag)?)
@@ -331,7 +338,7 @@ impl<D: Device> Shared<D> {
             {
                 self.alloc_after_waiting(&mut books, pool, StreamId(id), bytes, tag)?
             }
-            other => other?,
+            other => other.map_err(in_capture)?,
         };
         let mut born = 0;
         let Books {
@@ -362,6 +369,14 @@ impl<D: Device> Shared<D> {
             noted,
         })
     }
+}
+
+/// Says of an allocation there is no memory for that no more was tried, because of a capture.
+fn in_capture(mut error: PoolError) -> PoolError {
+    if let PoolError::OutOfMemory { state, .. } = &mut error {
+        state.push_str("; a capture is underway, so nothing was waited for or given back: allocate or trim before it");
+    }
+    error
 }
 
 /// A block that was handed out.
@@ -543,10 +558,11 @@ impl<D: Device> Allocator<D> {
     }
 
     /// Gives memory back to the device: wholly free segments of the default pool, those of a tree's pool that no recording of it needs, and those of
-    /// private pools whose last graph and handle are gone. Waits for the device. Memory that a living private pool has is its own, used or not.
+    /// private pools whose last graph and handle are gone. Waits for the device's work, but for what captures hold, and breaks none ([`Device::quiesce`]). Memory
+    /// that a living private pool has is its own, used or not.
     ///
     /// # Errors
-    /// [`Error::CaptureUnderway`], with nothing done: waiting would break the capture.
+    /// [`Error::CaptureUnderway`], with nothing done, while a graph or a tree of this allocator captures: the capture may have the addresses of what is free.
     pub fn trim(&self) -> Result<Trimmed> {
         let mut books = self.shared.books();
         if !books.captures.is_empty() {
@@ -554,7 +570,7 @@ impl<D: Device> Allocator<D> {
                 captures: books.captures.len(),
             });
         }
-        self.shared.device.synchronize_device()?;
+        self.shared.device.quiesce()?;
         books.free_deferred(&self.shared.device);
         Ok(books.trim()?)
     }
@@ -654,20 +670,46 @@ impl<D: Device> Allocator<D> {
             thread: thread::current().id(),
             made: Vec::new(),
             pools: Vec::new(),
+            kept: Vec::new(),
         };
         self.shared.books().captures.push(underway);
         serial
     }
 
-    /// Notes that the capture has ended, whatever came of it. The private pools that it allocated from, as uses: as long as a graph with their
-    /// addresses lives, they keep their memory.
+    /// Has the graph of the capture that a stream takes part in keep a tensor that is not the caller's to keep: its address is baked in. Does nothing where
+    /// nothing is captured. Of a capture that was not begun through this allocator nobody says when its graph goes, so there the tensor's memory is kept
+    /// as long as the tensor's allocator.
+    pub(crate) fn keep_in_capture(&self, stream: &D::Stream, tensor: &Tensor<D>) -> Result<()> {
+        let device = &self.shared.device;
+        if device.capture_status(stream)? != CaptureStatus::Active {
+            return Ok(());
+        }
+        let mut books = self.shared.books();
+        match books.capture_of(device, stream) {
+            Some(at) => {
+                let kept = &mut books.captures[at].kept;
+                if !kept.iter().any(|known| known.is_same_storage(tensor)) {
+                    kept.push(tensor.clone());
+                }
+            }
+            None => {
+                if let Some(storage) = tensor.storage() {
+                    // The block stays live in the books, and nobody frees it.
+                    storage.disown();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that the capture has ended, whatever came of it. What its graph is to keep as long as it lives: it has the addresses baked in.
     ///
     /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
     /// allocations themselves are in the graph, or lost with it.
-    pub(crate) fn leave_capture(&self, serial: u64) -> Vec<PoolHandle<D>> {
+    pub(crate) fn leave_capture(&self, serial: u64) -> Baked<D> {
         let mut books = self.shared.books();
         let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
-            return Vec::new();
+            return Baked::default();
         };
         let ended = books.captures.remove(at);
         for (pool, block) in ended.made {
@@ -687,7 +729,53 @@ impl<D: Device> Allocator<D> {
             key,
             id: books.pools[key].id,
         };
-        ended.pools.into_iter().map(handle).collect()
+        Baked {
+            pools: ended.pools.into_iter().map(handle).collect(),
+            tensors: ended.kept,
+        }
+    }
+}
+
+/// What a graph keeps because it has the addresses baked in.
+pub(crate) struct Baked<D: Device> {
+    /// The private pools that were allocated from during the capture.
+    pools: Vec<PoolHandle<D>>,
+    /// Tensors that the caller may not know: see [`Allocator::keep_in_capture`].
+    tensors: Vec<Tensor<D>>,
+}
+
+impl<D: Device> Baked<D> {
+    /// Without a pool that the graph keeps anyway.
+    pub(crate) fn beside(mut self, pool: &PoolHandle<D>) -> Self {
+        self.pools.retain(|other| other.id() != pool.id());
+        self
+    }
+
+    /// Whether there is a pool, of which the backing may be the caller's, in it.
+    pub(crate) fn has_pools(&self) -> bool {
+        !self.pools.is_empty()
+    }
+
+    /// Whether a launch has to be noted.
+    pub(crate) fn follows_launches(&self) -> bool {
+        !self.tensors.is_empty()
+    }
+
+    /// Notes that the graph was launched on a stream: the graph may go before the launch has run, and the memory of the tensors is not used again before.
+    #[inline]
+    pub(crate) fn used_on(&self, stream: &D::Stream) {
+        for storage in self.tensors.iter().filter_map(Tensor::storage) {
+            storage.used_by_run(stream);
+        }
+    }
+}
+
+impl<D: Device> Default for Baked<D> {
+    fn default() -> Self {
+        Baked {
+            pools: Vec::new(),
+            tensors: Vec::new(),
+        }
     }
 }
 

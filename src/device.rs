@@ -21,7 +21,7 @@ mod log;
 
 use std::fmt;
 
-pub(crate) use error::{Bare, Broke};
+pub(crate) use error::{Bare, Broke, EventState};
 pub use error::{Call, Code, DeviceError, Fault, FaultReason};
 pub use kernel::{HostFn, Kernel, KernelArg, KernelContext, LaunchConfig};
 
@@ -238,14 +238,37 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Whether the stream's work has run.
     fn query(&self, stream: &Self::Stream) -> Result<bool>;
 
-    /// A new event; waiting for it before it is recorded does nothing.
+    /// A new event without timing; waiting for it before it is recorded does nothing.
     fn create_event(&self) -> Result<Self::Event>;
+
+    /// A new event that takes the time whenever it is reached, for [`elapsed`](Device::elapsed). Recording one costs the device a little more.
+    fn create_timed_event(&self) -> Result<Self::Event>;
 
     /// Records the event at the stream's end.
     fn record(&self, event: &Self::Event, stream: &Self::Stream) -> Result<()>;
 
     /// Makes the stream's later work wait for the event's last record.
     fn wait(&self, stream: &Self::Stream, event: &Self::Event) -> Result<()>;
+
+    /// The same as [`record`](Device::record) on a stream that does not capture. On one that does, a node of the graph (`CU_EVENT_RECORD_EXTERNAL`): each
+    /// launch records the event, as of the call that launches, and reaches it where the node stands. So streams and other graphs can wait for the middle
+    /// of a graph, and the host can ask for it. The capture itself leaves the event as it was. The graph keeps what it needs of the event.
+    fn record_external(&self, event: &Self::Event, stream: &Self::Stream) -> Result<()>;
+
+    /// The same as [`wait`](Device::wait) on a stream that does not capture. On one that does, a node of the graph (`CU_EVENT_WAIT_EXTERNAL`): what comes
+    /// after it waits for the event's last record before the call that launches, from wherever that was; for nothing, where there was none. Joins
+    /// no capture. The graph keeps what it needs of the event.
+    fn wait_external(&self, stream: &Self::Stream, event: &Self::Event) -> Result<()>;
+
+    /// The time between two events' last records, in milliseconds: negative where `end` was reached first. Both have
+    /// been reached (see [`synchronize_event`](Device::synchronize_event)): nothing is waited for, and no capture touched.
+    ///
+    /// CUDA's resolution is about half a microsecond. The simulated device's clock moves by a microsecond with each piece of work that it runs.
+    ///
+    /// # Errors
+    /// [`Code::InvalidHandle`] for an event without timing, or that was never recorded; [`Code::InvalidValue`] for one that was last recorded in a capture,
+    /// where nothing runs; [`Code::NotReady`] for one that is not reached yet.
+    fn elapsed(&self, start: &Self::Event, end: &Self::Event) -> Result<f32>;
 
     /// Whether the event's last record has been reached.
     fn query_event(&self, event: &Self::Event) -> Result<bool>;
@@ -307,6 +330,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Whether the stream captures. Legal at any time.
     fn capture_status(&self, stream: &Self::Stream) -> Result<CaptureStatus>;
 
+    /// The number of the capture that the stream takes part in, as the one that began it or as one that joined; no other capture of the device ever has it. `None`
+    /// where the stream does not capture, and where the capture is broken. Legal at any time.
+    fn capture_id(&self, stream: &Self::Stream) -> Result<Option<u64>>;
+
     /// Ends the capture that was begun on this stream. Whatever it returns, the stream does not capture any more
     /// (but for [`Code::IllegalState`], where it did not capture at all).
     fn end_capture(&self, stream: &Self::Stream) -> Result<Self::Graph>;
@@ -324,6 +351,13 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// What the graph holds.
     fn graph_info(&self, graph: &Self::Graph) -> Result<GraphInfo>;
+
+    /// The graph's picture for debugging, in the DOT language: its nodes with what they do, and their order. Addresses are what they are, so it differs from
+    /// run to run; of CUDA it is the driver's (`cuGraphDebugDotPrint`, verbose), whose form differs between drivers. Legal during captures.
+    ///
+    /// # Errors
+    /// The device's; of CUDA also [`Code::OperatingSystem`], since the driver writes it to a file: a temporary one, which is removed again.
+    fn graph_dot(&self, graph: &Self::Graph) -> Result<String>;
 
     /// Makes a graph executable. The template may be dropped afterwards.
     fn instantiate(&self, graph: &Self::Graph) -> Result<Self::Exec>;

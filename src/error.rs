@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::allocator::PoolId;
 use crate::device::{DeviceError, DevicePtr, GraphInfo};
 use crate::pool::PoolError;
+use crate::tree::NodeId;
 
 /// Result of this crate's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -106,6 +107,18 @@ pub enum Error {
     /// The graph object holds no graph.
     #[error("nothing was captured into this graph object yet (or it was reset)")]
     NotCaptured,
+
+    /// There is no picture of the graph: its template went when it had been made executable.
+    #[error(
+        "the graph's template was not kept when it was captured: call keep_template(true) on the graph object, or keep_templates(true) on the tree, and capture again"
+    )]
+    TemplateNotKept,
+
+    /// The tree has no such node (any more).
+    #[error(
+        "the tree has no node n{}: its recording was removed, or is another tree's; view() lists those that are there", .0.0
+    )]
+    UnknownNode(NodeId),
 
     /// The driver put allocations of its own into the graph.
     #[error("the captured graph holds {} memory node(s), made by an allocation that bypassed the pool (cuMemAllocAsync, or cuBLAS without a workspace): \

@@ -60,7 +60,7 @@ mod tree;
 pub use allocator::{Allocator, PoolCheckpoint, PoolHandle, PoolId, PoolOptions, RouteGuard};
 pub use error::{BoxError, Error, Made, MovedInput, Phase, Result, Stale};
 pub use graph::{Capture, CaptureOptions, Graph};
-pub use rng::{Generator, STATE_BYTES};
+pub use rng::{Generator, GeneratorState, STATE_BYTES};
 pub use storage::{StorageId, Tensor, WeakTensor};
 pub use tree::{
     Advice, Arg, BodyResult, Budget, Counts, Function, FunctionReport, FunctionSpec, FunctionView,

@@ -149,6 +149,8 @@ struct State<D: Device> {
     places: HashMap<(Option<NodeKey>, FunctionKey), Place>,
     budget: Budget,
     on_overwrite: OnOverwrite,
+    /// Recordings keep their templates.
+    keeps_templates: bool,
     /// Bytes of all graphs, as estimated.
     graph_bytes: u64,
     /// Kinds of reasons that are errors, as bits.
@@ -739,6 +741,7 @@ impl<D: Device> State<D> {
             skips: 0,
             budget: Budget::default(),
             on_overwrite: OnOverwrite::Stale,
+            keeps_templates: false,
             graph_bytes: 0,
             refused: 0,
             leaving: Vec::new(),

@@ -35,7 +35,9 @@
 mod captures;
 mod codes;
 mod cublas;
+mod dot;
 mod driver;
+mod event;
 mod gather;
 mod graph;
 mod inner;

@@ -208,8 +208,12 @@ impl<D: Device> Device for Faulty<D> {
         Quiesce: fn quiesce() -> ();
         Query on stream: fn query(stream: &D::Stream) -> bool;
         CreateEvent: fn create_event() -> D::Event;
+        CreateTimedEvent: fn create_timed_event() -> D::Event;
         Record on stream: fn record(event: &D::Event, stream: &D::Stream) -> ();
         Wait on stream: fn wait(stream: &D::Stream, event: &D::Event) -> ();
+        RecordExternal on stream: fn record_external(event: &D::Event, stream: &D::Stream) -> ();
+        WaitExternal on stream: fn wait_external(stream: &D::Stream, event: &D::Event) -> ();
+        Elapsed: fn elapsed(start: &D::Event, end: &D::Event) -> f32;
         QueryEvent: fn query_event(event: &D::Event) -> bool;
         PollEvent: fn poll_event(event: &D::Event) -> bool;
         SynchronizeEvent: fn synchronize_event(event: &D::Event) -> ();
@@ -223,7 +227,9 @@ impl<D: Device> Device for Faulty<D> {
         BeginCapture on stream: fn begin_capture(stream: &D::Stream, mode: CaptureMode) -> ();
         ExchangeCaptureMode: fn exchange_capture_mode(mode: CaptureMode) -> CaptureMode;
         CaptureStatus on stream: fn capture_status(stream: &D::Stream) -> CaptureStatus;
+        CaptureId on stream: fn capture_id(stream: &D::Stream) -> Option<u64>;
         GraphInfo: fn graph_info(graph: &D::Graph) -> GraphInfo;
+        GraphDot: fn graph_dot(graph: &D::Graph) -> String;
         Instantiate: fn instantiate(graph: &D::Graph) -> D::Exec;
         LaunchGraph on stream: fn launch_graph(exec: &D::Exec, stream: &D::Stream, sources: &[DevicePtr]) -> ();
     }

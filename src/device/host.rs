@@ -6,6 +6,7 @@
 //! * **Work** runs when somebody waits (or asks: each query makes a step), in an order drawn from the seed among all streams,
 //!   and among the branches of a graph. The same calls with the same seed run in the same order. Queues have no
 //!   bound, so whoever launches forever must wait now and then.
+//! * **Time** is the device's own: a microsecond for each piece of work, so the same schedule takes the same time.
 //! * **Captures** follow the rules that the driver of an H200 gave, code for code.
 //! * **Faults are sticky**, as on a GPU, where they cost the context: what is queued never runs (marks are still applied), and
 //!   each later call that can fail gives the fault again, but for `unmap`, `release` and the drops, so that memory
@@ -17,6 +18,7 @@ mod capture;
 mod contents;
 mod context;
 mod device;
+mod dot;
 mod driver;
 mod gate;
 mod graph;
@@ -34,11 +36,11 @@ use std::fmt;
 use std::sync::{Arc, PoisonError};
 
 use self::gate::Gate;
-use self::handles::StreamHandle;
+use self::handles::{EventRef, StreamHandle};
 pub use self::handles::{HostEvent, HostExec, HostFunction, HostGraph, HostStream};
 use self::memory::Memory;
 use self::state::State;
-use self::stream::{Record, StreamKey};
+use self::stream::{Event, Record, StreamKey};
 pub use self::work::HostBuffer;
 use super::{Call, Code, DeviceError, Fault, Result};
 use crate::sync::{Mutex, MutexGuard};
@@ -300,6 +302,19 @@ impl HostDevice {
         }))
     }
 
+    fn new_event(&self, call: Call, timed: bool) -> Result<HostEvent> {
+        let event = Event {
+            last: Record::Never,
+            timed,
+            time: None,
+        };
+        let key = self.enter(call)?.events.insert(event);
+        Ok(HostEvent {
+            device: self.inner.clone(),
+            held: Arc::new(EventRef(key, self.inner.gate.clone())),
+        })
+    }
+
     fn new_stream(&self, call: Call, blocking: bool) -> Result<HostStream> {
         let (key, id) = self.enter(call)?.open_stream(blocking);
         Ok(self.stream_handle(key, id))
@@ -313,7 +328,7 @@ impl HostDevice {
     ) -> Result<(MutexGuard<'_, State>, Record)> {
         self.check_ours(call, "event", &event.device)?;
         let mut state = self.enter(call)?;
-        let record = state.events[event.key].clone();
+        let record = state.events[event.key()].last.clone();
         state.refuse_captured(call, &record)?;
         state.refuse_unsafe(call)?;
         Ok((state, record))

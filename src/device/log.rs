@@ -27,8 +27,11 @@ enum Kind {
 
 fn kind(call: Call) -> Kind {
     match call {
-        Call::Launch | Call::Copy | Call::Fill | Call::Gather | Call::Driver(_) => Kind::Work,
-        Call::BeginCapture | Call::CaptureStatus | Call::EndCapture => Kind::Whole,
+        Call::Launch | Call::Copy | Call::Fill | Call::Gather => Kind::Work,
+        Call::RecordExternal | Call::WaitExternal | Call::Driver(_) => Kind::Work,
+        Call::BeginCapture | Call::CaptureStatus | Call::CaptureId | Call::EndCapture => {
+            Kind::Whole
+        }
         _ => Kind::Refused,
     }
 }

@@ -108,6 +108,14 @@ impl<D: Device> Tensor<D> {
         range
     }
 
+    /// Whether the other is a handle on the same storage.
+    pub(crate) fn is_same_storage(&self, other: &Self) -> bool {
+        match (&self.storage, &other.storage) {
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            _ => false,
+        }
+    }
+
     pub(crate) fn made_at(&self) -> &'static Location<'static> {
         self.made_at
     }

@@ -224,6 +224,7 @@ impl<D: Device> Node<D> {
         !self.apart
             && self.consumed.is_empty()
             && self.values.is_empty()
+            && !self.graph.baked.follows_launches()
             && self.outputs.iter().all(plain)
     }
 

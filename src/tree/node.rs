@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
-use crate::allocator::PoolHandle;
+use crate::allocator::Baked;
 use crate::device::{Device, DevicePtr, GraphInfo};
 use crate::pool::{Allocation, Checkpoint, Pins};
 use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
@@ -67,8 +67,10 @@ pub(super) struct Node<D: Device> {
 pub(super) struct Launchable<D: Device> {
     pub(super) exec: D::Exec,
     pub(super) info: GraphInfo,
-    /// Other pools than the tree's that were allocated from during the capture: the graph has their addresses baked in.
-    pub(super) _pools: Vec<PoolHandle<D>>,
+    /// What the executable was made of, if the tree keeps that.
+    pub(super) template: Option<Arc<D::Graph>>,
+    /// What else than the tree's pool was used during the capture.
+    pub(super) baked: Baked<D>,
 }
 
 /// What an input was at the recording.

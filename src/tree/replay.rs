@@ -203,7 +203,9 @@ impl<D: Device> Inner<D> {
     /// Hands them over with the launch.
     #[inline]
     fn launch(&self, state: &State<D>, key: NodeKey, stream: &D::Stream) -> Result<()> {
-        let exec = &state.nodes[key].graph.exec;
-        Ok(self.device.launch_graph(exec, stream, &state.sources)?)
+        let graph = &state.nodes[key].graph;
+        self.device.launch_graph(&graph.exec, stream, &state.sources)?;
+        graph.baked.used_on(stream);
+        Ok(())
     }
 }

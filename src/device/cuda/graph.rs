@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::gather::Slots;
 use super::inner::{Inner, Shared};
-use super::stream::Handle;
+use super::stream::{Handle, RawEvent};
 use crate::device::{Call, Code, DeviceError, DevicePtr, GraphInfo, Result};
 use crate::sync::{Mutex, lock};
 
@@ -23,6 +23,8 @@ pub(super) struct Template {
     pub(super) info: GraphInfo,
     /// The nodes of its gather, in the order of their slots.
     gather: Vec<GatherNode>,
+    /// The events that its nodes record or wait for.
+    events: Vec<Arc<RawEvent>>,
 }
 
 /// One launch of a gather kernel in a graph.
@@ -42,6 +44,7 @@ pub struct CudaExec {
     slots: usize,
     /// The driver names an executable's nodes by those of its template, which therefore stays.
     _template: Option<Arc<Template>>,
+    _events: Vec<Arc<RawEvent>>,
 }
 
 struct ExecState {
@@ -106,6 +109,7 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
         lock(&device.gathered).retain(|other| *other != capture);
     }
     let broken = device.first_refusal(stream);
+    let events = device.take_events(stream);
     let mut raw = ptr::null_mut();
     // SAFETY: the handle keeps the stream alive; the pointer is to a live local.
     let code = unsafe { (device.driver.cuStreamEndCapture)(stream.raw.0, &raw mut raw) };
@@ -123,6 +127,7 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
         raw: Mutex::new(Shared(raw)),
         info: GraphInfo::default(),
         gather: Vec::new(),
+        events,
     };
     template.read(call, raw)?;
     Ok(CudaGraph(Arc::new(template)))
@@ -172,6 +177,7 @@ pub(super) fn instantiate(template: &Arc<Template>) -> Result<CudaExec> {
         device: device.clone(),
         slots: gather.iter().map(|node| node.slots.count()).sum(),
         _template: (!gather.is_empty()).then(|| template.clone()),
+        _events: template.events.clone(),
         state: Mutex::new(ExecState {
             raw: Shared(raw),
             sources: gather

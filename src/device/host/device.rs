@@ -2,15 +2,19 @@
 
 use std::sync::Arc;
 
+use super::dot;
 use super::graph::Plan;
 use super::stream::{Entry, Record};
 use super::work::{Body, Work};
 use super::{HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream};
 use crate::device::{
-    Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
-    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
+    Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, EventState,
+    GatherSlot, GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
 };
 use crate::sync::thread;
+
+/// Milliseconds that the clock moves by with a piece of work.
+const MS_PER_TICK: f32 = 1e-3;
 
 /// Refuses a range that two copies could not agree on.
 pub(super) fn check_copy(call: Call, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
@@ -163,22 +167,21 @@ impl Device for HostDevice {
     }
 
     fn create_event(&self) -> Result<HostEvent> {
-        let key = self.enter(Call::CreateEvent)?.events.insert(Record::Never);
-        Ok(HostEvent {
-            device: self.inner.clone(),
-            key,
-        })
+        self.new_event(Call::CreateEvent, false)
+    }
+
+    fn create_timed_event(&self) -> Result<HostEvent> {
+        self.new_event(Call::CreateTimedEvent, true)
     }
 
     fn record(&self, event: &HostEvent, stream: &HostStream) -> Result<()> {
         let call = Call::Record;
         self.check_ours(call, "event", &event.device)?;
         self.on(call, stream, |state, key| {
-            let record = match state.captured_record(call, key)? {
-                Some(captured) => captured,
-                None => Record::Point(state.end_of(key)),
-            };
-            state.events[event.key] = record;
+            match state.captured_record(call, key)? {
+                Some(captured) => state.note_record(event.key(), captured),
+                None => state.record_here(event.key(), key),
+            }
             Ok(())
         })
     }
@@ -187,7 +190,7 @@ impl Device for HostDevice {
         let call = Call::Wait;
         self.check_ours(call, "event", &event.device)?;
         self.on(call, stream, |state, key| {
-            let record = state.events[event.key].clone();
+            let record = state.events[event.key()].last.clone();
             if !state.wait_captured(call, key, &record)?
                 && let Record::Point(point) = record
             {
@@ -200,6 +203,56 @@ impl Device for HostDevice {
             }
             Ok(())
         })
+    }
+
+    fn record_external(&self, event: &HostEvent, stream: &HostStream) -> Result<()> {
+        let call = Call::RecordExternal;
+        self.check_ours(call, "event", &event.device)?;
+        self.on(call, stream, |state, key| {
+            match state.admit(call, key)? {
+                Some(_) => drop(state.capture(key, Work::RecordEvent(event.held.clone()))),
+                None => state.record_here(event.key(), key),
+            }
+            Ok(())
+        })
+    }
+
+    fn wait_external(&self, stream: &HostStream, event: &HostEvent) -> Result<()> {
+        let call = Call::WaitExternal;
+        self.check_ours(call, "event", &event.device)?;
+        self.on(call, stream, |state, key| {
+            if state.admit(call, key)?.is_some() {
+                state.capture(key, Work::WaitEvent(event.held.clone()));
+                return Ok(());
+            }
+            let record = state.events[event.key()].last.clone();
+            if !state.wait_captured(call, key, &record)?
+                && let Record::Point(point) = record
+            {
+                state.enqueue(key, Entry::Wait(point));
+            }
+            Ok(())
+        })
+    }
+
+    fn elapsed(&self, start: &HostEvent, end: &HostEvent) -> Result<f32> {
+        let call = Call::Elapsed;
+        self.check_ours(call, "event", &start.device)?;
+        self.check_ours(call, "event", &end.device)?;
+        let state = self.enter(call)?;
+        let time = |which, event: &HostEvent| {
+            let event = &state.events[event.key()];
+            let state = match (&event.last, event.time) {
+                _ if !event.timed => EventState::Untimed,
+                (Record::Never, _) => EventState::Never,
+                (Record::Captured { .. }, _) => EventState::Captured,
+                (Record::Point(_), None) => EventState::Pending,
+                (Record::Point(_), Some(time)) => return Ok(time),
+            };
+            Err(state.no_time(which))
+        };
+        let (start, end) = (time("start", start)?, time("end", end)?);
+        Ok((end as f64 - start as f64) as f32 * MS_PER_TICK)
     }
 
     fn query_event(&self, event: &HostEvent) -> Result<bool> {
@@ -216,8 +269,8 @@ impl Device for HostDevice {
         self.check_ours(call, "event", &event.device)?;
         let state = self.enter(call)?;
         // Nothing is run for it: who polls may hold locks that work takes.
-        Ok(match state.events.get(event.key) {
-            Some(Record::Point(point)) => state.reached(*point),
+        Ok(match state.events[event.key()].last {
+            Record::Point(point) => state.reached(point),
             _ => true,
         })
     }
@@ -385,6 +438,11 @@ impl Device for HostDevice {
         self.lock(Call::CaptureStatus)?.capture_status(stream.0.key)
     }
 
+    fn capture_id(&self, stream: &HostStream) -> Result<Option<u64>> {
+        self.check_ours(Call::CaptureId, "stream", &stream.0.device)?;
+        Ok(self.lock(Call::CaptureId)?.capture_id(stream.0.key))
+    }
+
     fn end_capture(&self, stream: &HostStream) -> Result<HostGraph> {
         self.check_ours(Call::EndCapture, "stream", &stream.0.device)?;
         let template = self.lock(Call::EndCapture)?.end_capture(stream.0.key)?;
@@ -403,6 +461,11 @@ impl Device for HostDevice {
 
     fn graph_info(&self, graph: &HostGraph) -> Result<GraphInfo> {
         Ok(graph.template.info())
+    }
+
+    fn graph_dot(&self, graph: &HostGraph) -> Result<String> {
+        self.check_ours(Call::GraphDot, "graph", &graph.device)?;
+        Ok(dot::picture(&graph.template.dag))
     }
 
     fn instantiate(&self, graph: &HostGraph) -> Result<HostExec> {

@@ -8,7 +8,7 @@ use super::device::check_copy;
 use super::graph::{GraphMemory, Plan};
 use super::state::{Allocated, State};
 use super::work::Work;
-use super::{HostBuffer, HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream};
+use super::{HostBuffer, HostDevice, HostExec, HostFunction, HostGraph, HostStream};
 use crate::device::{
     Call, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Result,
 };
@@ -254,21 +254,6 @@ impl HostDevice {
             src,
         };
         self.on(call, stream, |state, key| state.submit(call, key, work))
-    }
-
-    /// `cuStreamWaitEvent` with `CU_EVENT_WAIT_EXTERNAL`: captured, a node that waits for the event's last record before the launch.
-    pub fn wait_external(&self, stream: &HostStream, event: &HostEvent) -> Result<()> {
-        let call = Call::Driver("cuStreamWaitEvent");
-        self.check_ours(call, "event", &event.device)?;
-        let captured = self.on(call, stream, |state, key| {
-            let captured = state.admit(call, key)?.is_some();
-            state.capture(key, Work::WaitEvent(event.key));
-            Ok(captured)
-        })?;
-        if captured {
-            return Ok(());
-        }
-        self.wait(stream, event)
     }
 
     /// `cuGraphExecKernelNodeSetParams`: the arguments of the `kernel`-th kernel node (in order of capture, gather

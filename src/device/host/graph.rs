@@ -97,6 +97,8 @@ pub(super) struct Plan {
     pub(super) slots: usize,
     /// Events of the nodes that wait for one, with the node's place.
     pub(super) waits: Vec<(u32, EventKey)>,
+    /// Events of the nodes that record one.
+    pub(super) records: Vec<(u32, EventKey)>,
     /// Held for its drop.
     #[allow(dead_code)]
     memory: Vec<Arc<GraphMemory>>,
@@ -109,13 +111,15 @@ impl Plan {
             nodes: Vec::new(),
             slots: 0,
             waits: Vec::new(),
+            records: Vec::new(),
             memory: template.memory.clone(),
         };
         for index in dag.node_indices() {
             let work = dag[index].clone();
             match &work {
                 Work::Gather { slots, .. } => plan.slots = slots.len(),
-                Work::WaitEvent(event) => plan.waits.push((plan.nodes.len() as u32, *event)),
+                Work::WaitEvent(event) => plan.waits.push((plan.nodes.len() as u32, event.0)),
+                Work::RecordEvent(event) => plan.records.push((plan.nodes.len() as u32, event.0)),
                 _ => {}
             }
             let before = dag.neighbors_directed(index, petgraph::Incoming).count() as u32;
@@ -150,6 +154,8 @@ pub(super) struct Run {
     left: usize,
     pending: Vec<u32>,
     ready: Vec<u32>,
+    /// The nodes that recorded an event.
+    recorded: SmallVec<[u32; 2]>,
 }
 
 impl Run {
@@ -192,9 +198,17 @@ impl Run {
         Some(self.ready.swap_remove(place))
     }
 
+    /// Whether a node that records an event is done.
+    pub(super) fn has_recorded(&self, node: u32) -> bool {
+        self.recorded.contains(&node)
+    }
+
     /// Notes that a node is done; what waited for it alone may run.
     pub(super) fn finish(&mut self, plan: &Plan, node: u32) {
         self.left -= 1;
+        if let Work::RecordEvent(_) = plan.nodes[node as usize].work {
+            self.recorded.push(node);
+        }
         for &next in &plan.nodes[node as usize].after {
             self.pending[next as usize] -= 1;
             if self.pending[next as usize] == 0 {
@@ -208,5 +222,6 @@ impl Run {
         self.started = false;
         self.left = 0;
         self.ready.clear();
+        self.recorded.clear();
     }
 }

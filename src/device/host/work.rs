@@ -4,8 +4,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::context::{Args, Context, Undo};
+use super::handles::EventRef;
 use super::memory::Memory;
-use super::stream::EventKey;
 use crate::device::{
     Call, Code, DeviceError, DevicePtr, Fault, FaultReason, GatherSlot, HostFn, LaunchConfig, Mark,
 };
@@ -70,8 +70,10 @@ pub(super) enum Work {
         dst: HostBuffer,
         src: DevicePtr,
     },
-    /// Only in graphs: waits for the event's record as it was at the launch.
-    WaitEvent(EventKey),
+    /// Only in graphs: waits for the event's record as it was before the launch.
+    WaitEvent(Arc<EventRef>),
+    /// Only in graphs: the event's record, from the launch on.
+    RecordEvent(Arc<EventRef>),
     /// Memory of the driver's own pool, under an address that is reserved.
     Allocate {
         ptr: DevicePtr,
@@ -96,6 +98,7 @@ impl Work {
             Work::Fill { .. } => "memset",
             Work::Call(_) => "host",
             Work::WaitEvent(_) => "wait_event",
+            Work::RecordEvent(_) => "record_event",
             Work::Allocate { .. } => "mem_alloc",
             Work::Free { .. } => "mem_free",
             Work::Mark { .. } => return None,
@@ -142,6 +145,8 @@ pub(super) struct World {
     pub(super) read_back: Vec<u8>,
     /// Kernel bodies that ran to their end.
     pub(super) kernels_run: u64,
+    /// The device's clock: pieces of work begun, but for marks and events, which are none.
+    pub(super) clock: u64,
     scratch: Vec<u8>,
     undo: Undo,
 }
@@ -155,6 +160,7 @@ impl World {
             memory,
             read_back: Vec::new(),
             kernels_run: 0,
+            clock: 0,
             scratch: Vec::new(),
             undo: Undo::default(),
         }
@@ -162,6 +168,10 @@ impl World {
 
     /// Runs a piece of work: wholly, or (where it faults) not at all. `sources` are those of a captured gather.
     pub(super) fn run(&mut self, work: &Work, sources: Option<&[DevicePtr]>) -> Result<(), Broken> {
+        self.clock += u64::from(!matches!(
+            work,
+            Work::Mark { .. } | Work::WaitEvent(_) | Work::RecordEvent(_)
+        ));
         match work {
             Work::Kernel { body, config, args } => return self.run_kernel(body, *config, args),
             Work::Copy { dst, src, bytes } => {
@@ -211,7 +221,8 @@ impl World {
                     .check("copy to the host", *src, dst.len() as u64)?;
                 self.memory.read(*src, &mut dst);
             }
-            Work::WaitEvent(_) => {}
+            // Where they stand is what they do: the scheduler sees to it.
+            Work::WaitEvent(_) | Work::RecordEvent(_) => {}
             Work::Allocate { ptr, bytes } => {
                 if self.memory.mapped_at(*ptr).is_none() {
                     self.memory
