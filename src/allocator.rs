@@ -5,6 +5,7 @@
 //! same lock, so that the device sees them in the order of the books.
 
 mod backing;
+mod pinned;
 mod pools;
 mod routes;
 mod uses;
@@ -33,6 +34,8 @@ use uses::Deferred;
 pub(crate) use routes::Born;
 pub(crate) use uses::{Elsewhere, Use, Uses};
 
+pub use pinned::{PinnedBuffer, PinnedConfig, PinnedStats};
+pub(crate) use pinned::{Captured, PinnedUses};
 pub(crate) use pools::Claim;
 pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
 pub use routes::RouteGuard;
@@ -56,6 +59,8 @@ pub(crate) struct Shared<D: Device> {
     books: Mutex<Books<D>>,
     storages: AtomicU64,
     captures: AtomicU64,
+    /// Page-locked memory of the host, with locks of its own.
+    pinned: pinned::Cache<D>,
 }
 
 /// All that the lock guards.
@@ -112,6 +117,25 @@ struct Underway<D: Device> {
     made: Vec<(PoolKey, Allocation)>,
     /// The private pools that it came from, each a use.
     pools: Vec<PoolKey>,
+    /// The pinned memory that it has copies of.
+    pinned: Vec<Captured<D>>,
+}
+
+/// What the graph of a capture that has ended needs to live.
+pub(crate) struct Captives<D: Device> {
+    /// The private pools that it allocated from, as uses.
+    pub(crate) pools: Vec<PoolHandle<D>>,
+    /// The pinned memory that it has copies of.
+    pub(crate) pinned: Vec<Captured<D>>,
+}
+
+impl<D: Device> Captives<D> {
+    fn none() -> Self {
+        Captives {
+            pools: Vec::new(),
+            pinned: Vec::new(),
+        }
+    }
 }
 
 /// One pool of the books.
@@ -386,7 +410,7 @@ impl<D: Device> Drop for Shared<D> {
         // The pools give everything back now, and work in flight may still touch it. Captures that are underway now are others': a capture of this
         // allocator, a graph, a tensor, each holds the allocator, and with it every address that a capture has baked in. So they need
         // not be waited for, and must not be broken.
-        if books.pools.values().any(holds)
+        if (books.pools.values().any(holds) || self.pinned.is_waiting(&self.device))
             && let Err(error) = self.device.quiesce()
         {
             tracing::warn!(%error, "the device could not be waited for before an allocator's memory is given back");
@@ -432,6 +456,7 @@ impl<D: Device> Allocator<D> {
                 books: Mutex::new(books),
                 storages: AtomicU64::new(1),
                 captures: AtomicU64::new(1),
+                pinned: pinned::Cache::default(),
             }),
         })
     }
@@ -654,20 +679,21 @@ impl<D: Device> Allocator<D> {
             thread: thread::current().id(),
             made: Vec::new(),
             pools: Vec::new(),
+            pinned: Vec::new(),
         };
         self.shared.books().captures.push(underway);
         serial
     }
 
-    /// Notes that the capture has ended, whatever came of it. The private pools that it allocated from, as uses: as long as a graph with their
+    /// Notes that the capture has ended, whatever came of it. The private pools that it allocated from, as uses, and the pinned memory: as long as a graph with their
     /// addresses lives, they keep their memory.
     ///
     /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
     /// allocations themselves are in the graph, or lost with it.
-    pub(crate) fn leave_capture(&self, serial: u64) -> Vec<PoolHandle<D>> {
+    pub(crate) fn leave_capture(&self, serial: u64) -> Captives<D> {
         let mut books = self.shared.books();
         let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
-            return Vec::new();
+            return Captives::none();
         };
         let ended = books.captures.remove(at);
         for (pool, block) in ended.made {
@@ -687,7 +713,10 @@ impl<D: Device> Allocator<D> {
             key,
             id: books.pools[key].id,
         };
-        ended.pools.into_iter().map(handle).collect()
+        Captives {
+            pools: ended.pools.into_iter().map(handle).collect(),
+            pinned: ended.pinned,
+        }
     }
 }
 

@@ -210,7 +210,8 @@ pub enum Error {
         reason: crate::tree::Reason,
     },
 
-    /// A closure came, while it was recorded, to something that [`Recorder::not_capturable`](crate::Recorder::not_capturable) names. The call is answered eagerly.
+    /// A closure came, while it was recorded, to something that [`Recorder::not_capturable`](crate::Recorder::not_capturable) names, or used a
+    /// [`PinnedBuffer`](crate::PinnedBuffer) as a graph could not. The call is answered eagerly.
     #[error("{what} cannot be captured")]
     NotCapturable {
         /// What.

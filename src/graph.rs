@@ -10,7 +10,7 @@ use std::panic::Location;
 
 use tracing::{debug_span, warn};
 
-use crate::allocator::{Allocator, PoolHandle, PoolOptions, RouteGuard};
+use crate::allocator::{Allocator, PinnedUses, PoolHandle, PoolOptions, RouteGuard};
 use crate::device::{CaptureMode, Device, GraphInfo, relaxed};
 use crate::error::{Error, Result};
 use crate::storage::Tensor;
@@ -45,6 +45,8 @@ struct Captured<D: Device> {
     pool: PoolHandle<D>,
     /// Other pools that were allocated from during the capture.
     _others: Vec<PoolHandle<D>>,
+    /// The pinned memory that it has copies of.
+    pinned: Option<PinnedUses<D>>,
 }
 
 impl<D: Device> Graph<D> {
@@ -119,16 +121,18 @@ impl<D: Device> Graph<D> {
         Ok(self.captured()?.info)
     }
 
-    /// Launches the graph on `stream`. Returns at once.
+    /// Launches the graph on `stream`. Returns at once (unless a thread of the host is at a [`PinnedBuffer`](crate::PinnedBuffer) that the graph has copies of: after that).
     ///
     /// # Errors
     /// [`Error::NotCaptured`]; the device's.
     pub fn replay(&self, stream: &D::Stream) -> Result<()> {
         let captured = self.captured()?;
-        Ok(self
-            .allocator
-            .device()
-            .launch_graph(&captured.exec, stream, &[])?)
+        let device = self.allocator.device();
+        let launch = || device.launch_graph(&captured.exec, stream, &[]);
+        Ok(match &captured.pinned {
+            None => launch(),
+            Some(pinned) => pinned.launch(device, stream, launch),
+        }?)
     }
 
     /// Drops the graph and its use of the pool. Idempotent. Tensors made during its capture stay good.
@@ -211,7 +215,8 @@ impl<D: Device> Capture<'_, D> {
         let allocator = self.graph.allocator.clone();
         let device = allocator.device();
         let ended = device.end_capture(&self.stream);
-        let mut others = allocator.leave_capture(window.serial);
+        let captives = allocator.leave_capture(window.serial);
+        let mut others = captives.pools;
         others.retain(|pool| pool.id() != window.pool.id());
         drop(window.route);
         let template = ended?;
@@ -228,6 +233,7 @@ impl<D: Device> Capture<'_, D> {
             info,
             pool: window.pool,
             _others: others,
+            pinned: PinnedUses::of(captives.pinned),
         });
         Ok(())
     }

@@ -40,6 +40,7 @@
 //! # Where to go next
 //! * [`GraphTrees`]: registering and running functions; [`Step`]: how long outputs are safe.
 //! * [`Graph`]: one captured graph without a tree; [`PoolHandle`]: private pools, shared on request.
+//! * [`PinnedBuffer`]: page-locked host memory, whose bytes a graph's copies read at each launch.
 //! * [`pool`]: the checkpointable pool alone, over any backing.
 //! * [`device`]: what the runtime asks of an accelerator, the simulated one ([`device::host`]) and the adaptor that makes calls fail
 //!   ([`device::faulty`]).
@@ -57,7 +58,10 @@ mod storage;
 mod sync;
 mod tree;
 
-pub use allocator::{Allocator, PoolCheckpoint, PoolHandle, PoolId, PoolOptions, RouteGuard};
+pub use allocator::{
+    Allocator, PinnedBuffer, PinnedConfig, PinnedStats, PoolCheckpoint, PoolHandle, PoolId,
+    PoolOptions, RouteGuard,
+};
 pub use error::{BoxError, Error, Made, MovedInput, Phase, Result, Stale};
 pub use graph::{Capture, CaptureOptions, Graph};
 pub use rng::{Generator, STATE_BYTES};

@@ -27,7 +27,14 @@ enum Kind {
 
 fn kind(call: Call) -> Kind {
     match call {
-        Call::Launch | Call::Copy | Call::Fill | Call::Gather | Call::Driver(_) => Kind::Work,
+        Call::Launch
+        | Call::Copy
+        | Call::Fill
+        | Call::FillPattern
+        | Call::CopyFromPinned
+        | Call::CopyToPinned
+        | Call::Gather
+        | Call::Driver(_) => Kind::Work,
         Call::BeginCapture | Call::CaptureStatus | Call::EndCapture => Kind::Whole,
         _ => Kind::Refused,
     }

@@ -7,8 +7,8 @@ use smallvec::SmallVec;
 
 use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
-use crate::allocator::PoolHandle;
-use crate::device::{Device, DevicePtr, GraphInfo};
+use crate::allocator::{PinnedUses, PoolHandle};
+use crate::device::{Device, DeviceError, DevicePtr, GraphInfo};
 use crate::pool::{Allocation, Checkpoint, Pins};
 use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
 
@@ -67,6 +67,25 @@ pub(super) struct Launchable<D: Device> {
     pub(super) info: GraphInfo,
     /// Other pools than the tree's that were allocated from during the capture: the graph has their addresses baked in.
     pub(super) _pools: Vec<PoolHandle<D>>,
+    /// The pinned memory that it has copies of.
+    pub(super) pinned: Option<PinnedUses<D>>,
+}
+
+impl<D: Device> Launchable<D> {
+    /// Launches the graph.
+    #[inline]
+    pub(super) fn launch(
+        &self,
+        device: &D,
+        stream: &D::Stream,
+        sources: &[DevicePtr],
+    ) -> Result<(), DeviceError> {
+        let launch = || device.launch_graph(&self.exec, stream, sources);
+        match &self.pinned {
+            None => launch(),
+            Some(pinned) => pinned.launch(device, stream, launch),
+        }
+    }
 }
 
 /// What an input was at the recording.

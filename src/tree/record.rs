@@ -18,7 +18,7 @@ use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::reason::Reason;
 use super::{Inner, State};
-use crate::allocator::{Born, Claim};
+use crate::allocator::{Born, Captives, Claim, PinnedUses};
 use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed};
 use crate::error::{Error, Phase, Result};
 use crate::pool::{Allocation, Pins, Tag};
@@ -304,7 +304,7 @@ impl<D: Device> Inner<D> {
             }
         };
         let ended = device.end_capture(&self.stream);
-        let mut pools = self.allocator.leave_capture(serial);
+        let Captives { mut pools, pinned } = self.allocator.leave_capture(serial);
         pools.retain(|pool| pool.id() != self.pool.id());
         let min_nodes = state.functions[call.function].min_nodes;
         let capture = |error: DeviceError| Undone::Capture(error.into());
@@ -318,16 +318,21 @@ impl<D: Device> Inner<D> {
             if info.nodes() < min_nodes {
                 return Err(Undone::Never(Never::TooSmall));
             }
-            let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
-            device
-                .launch_graph(&exec, call.stream, &placed.sources)
+            let graph = Launchable {
+                exec: relaxed(device, || device.instantiate(&template)).map_err(capture)?,
+                info,
+                _pools: Vec::new(),
+                pinned: PinnedUses::of(pinned),
+            };
+            graph
+                .launch(device, call.stream, &placed.sources)
                 .map_err(|error| Undone::Call(error.into()))?;
-            Ok((exec, info))
+            Ok(graph)
         };
         match launch() {
-            Ok((exec, info)) => {
-                let _pools = pools;
-                Ok((Launchable { exec, info, _pools }, sorted))
+            Ok(mut graph) => {
+                graph._pools = pools;
+                Ok((graph, sorted))
             }
             Err(undone) => {
                 // Of the last one the backing may be the caller's.
@@ -343,7 +348,7 @@ impl<D: Device> Inner<D> {
     /// was broken, that is given.
     fn abandon(&self, state: &mut State<D>, serial: u64) -> Option<DeviceError> {
         let ended = self.allocator.device().end_capture(&self.stream);
-        let pools = self.allocator.leave_capture(serial);
+        let Captives { pools, .. } = self.allocator.leave_capture(serial);
         if pools.iter().any(|pool| pool.id() != self.pool.id()) {
             self.bury(state, pools);
         }

@@ -198,6 +198,6 @@ impl<D: Device> Inner<D> {
     #[inline]
     fn launch(&self, node: &Node<D>, stream: &D::Stream) -> Result<()> {
         let device = self.allocator.device();
-        Ok(device.launch_graph(&node.graph.exec, stream, &node.sources)?)
+        Ok(node.graph.launch(device, stream, &node.sources)?)
     }
 }
