@@ -34,8 +34,8 @@ use uses::Deferred;
 pub(crate) use routes::Born;
 pub(crate) use uses::{Elsewhere, Use, Uses};
 
-pub use pinned::{PinnedBuffer, PinnedConfig, PinnedStats};
 pub(crate) use pinned::{Captured, PinnedUses};
+pub use pinned::{PinnedBuffer, PinnedConfig, PinnedStats};
 pub(crate) use pools::Claim;
 pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
 pub use routes::RouteGuard;

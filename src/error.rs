@@ -52,6 +52,21 @@ pub enum Error {
         of: u64,
     },
 
+    /// A batch is larger than every bucket.
+    #[error(
+        "{rows} rows do not fit the largest bucket, of {largest}: make a larger one, or split the batch"
+    )]
+    NoBucket {
+        /// Rows of the batch.
+        rows: u64,
+        /// Rows of the largest bucket.
+        largest: u64,
+    },
+
+    /// Buckets, rows and fill values do not go together.
+    #[error("padding: {0}")]
+    Padding(String),
+
     /// No pool has this id.
     #[error(
         "there is no pool {0}: it was never made, or its last graph, handle and block are gone"

@@ -341,7 +341,11 @@ impl<D: Device> Tensor<D> {
     }
 
     /// Before the tensor is used in work that is enqueued as long as the guard is held.
-    fn begin_copy(&self, device: &D, stream: &D::Stream) -> Result<Option<MutexGuard<'_, ()>>> {
+    pub(crate) fn begin_copy(
+        &self,
+        device: &D,
+        stream: &D::Stream,
+    ) -> Result<Option<MutexGuard<'_, ()>>> {
         self.check_on(device)?;
         // Of a storage that may move, this thread's check and its work are one step for the thread that moves it.
         let storage = self.storage.as_ref().filter(|s| !s.never_moves());

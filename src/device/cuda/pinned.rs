@@ -88,8 +88,9 @@ impl CudaPinned {
                 stream.raw.0,
             )
         };
-        self.device
-            .check(call, code, || format!("{bytes} B from pinned memory to {dst:?}"))
+        self.device.check(call, code, || {
+            format!("{bytes} B from pinned memory to {dst:?}")
+        })
     }
 
     /// Copies from the device. The context is current.
@@ -114,8 +115,9 @@ impl CudaPinned {
                 stream.raw.0,
             )
         };
-        self.device
-            .check(call, code, || format!("{bytes} B from {src:?} to pinned memory"))
+        self.device.check(call, code, || {
+            format!("{bytes} B from {src:?} to pinned memory")
+        })
     }
 }
 

@@ -382,7 +382,9 @@ impl Device for CudaDevice {
     ) -> Result<()> {
         let call = Call::CopyFromPinned;
         self.check_ours(call, "pinned memory", src.device())?;
-        self.on(call, stream, |stream| src.copy_out(stream, dst, offset, bytes))
+        self.on(call, stream, |stream| {
+            src.copy_out(stream, dst, offset, bytes)
+        })
     }
 
     fn copy_to_pinned(
@@ -395,7 +397,9 @@ impl Device for CudaDevice {
     ) -> Result<()> {
         let call = Call::CopyToPinned;
         self.check_ours(call, "pinned memory", dst.device())?;
-        self.on(call, stream, |stream| dst.copy_in(stream, offset, src, bytes))
+        self.on(call, stream, |stream| {
+            dst.copy_in(stream, offset, src, bytes)
+        })
     }
 
     fn gather(

@@ -140,15 +140,14 @@ impl HostDevice {
     /// `cuMemsetD8`: on the default stream, and waited for.
     pub fn memset_sync(&self, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         let call = Call::Driver("cuMemsetD8");
-        self.enter(call)?
-            .run_now(
-                call,
-                Work::Fill {
-                    dst,
-                    pattern: Pattern::B8(value),
-                    bytes,
-                },
-            )
+        self.enter(call)?.run_now(
+            call,
+            Work::Fill {
+                dst,
+                pattern: Pattern::B8(value),
+                bytes,
+            },
+        )
     }
 
     /// `cuMemGetInfo`: the same as [`memory_info`](Device::memory_info).

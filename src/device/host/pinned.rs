@@ -120,7 +120,9 @@ impl PinnedMemory for HostPinned {
         if mark == Mark::Dead {
             self.memory.lock().fill(POISON);
         }
-        self.memory.dead.store(mark == Mark::Dead, Ordering::Release);
+        self.memory
+            .dead
+            .store(mark == Mark::Dead, Ordering::Release);
     }
 }
 
