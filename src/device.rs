@@ -286,7 +286,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     fn copy(&self, stream: &Self::Stream, dst: DevicePtr, src: DevicePtr, bytes: u64)
     -> Result<()>;
 
-    /// Fills a range with a value; address and length are multiples of its size. Captured, one fill (two for values of eight bytes, on CUDA).
+    /// Fills a range with a value; address and length are multiples of its size. Captured, one fill (on CUDA two for a value of eight bytes whose halves
+    /// differ).
     fn fill_pattern(
         &self,
         stream: &Self::Stream,
