@@ -63,7 +63,8 @@ impl Buckets {
 /// One input of a function, which is passed padded to a bucket's size.
 ///
 /// It has memory of its own for the largest bucket, and each batch is written there: the rows, then the fill value up to the bucket's end. All begin at the same address, so the
-/// function declares the input [static](crate::FunctionSpec::static_input) (with a [key](Padded::key) for each bucket), and it is not copied once more.
+/// function declares the input [static](crate::FunctionSpec::static_input) (with a [key](Padded::key) for each bucket), and it is not copied once more. Pad on the stream that the run is called
+/// on: the next batch overwrites this one after the work of that stream.
 ///
 /// ```
 /// # use std::sync::Arc;

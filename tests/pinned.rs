@@ -33,6 +33,7 @@ suite!(
     a_failed_recording_lets_go,
     captures_of_others_keep_it_for_good,
     a_run_inside_a_graphs_capture_is_the_graphs,
+    a_forked_stream_copies_for_its_graph,
     no_capture_is_touched,
     no_launch_reads_half_a_write,
     ranges_streams_and_handles,
@@ -727,6 +728,33 @@ fn a_run_inside_a_graphs_capture_is_the_graphs<D: Device>(rig: Rig<D>) {
     settle(&rig);
     assert!(others_get(&rig, 32, address));
     drop((x, out, step, graph));
+    nothing_pinned(&rig);
+    rig.finish();
+}
+
+fn a_forked_stream_copies_for_its_graph<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let (side, event) = (d.create_stream().unwrap(), d.create_event().unwrap());
+    let x = rig.floats(&[0.0; 8]);
+    let buffer = pinned(&rig, &[3.0; 8]);
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    d.record(&event, &rig.stream).unwrap();
+    d.wait(&side, &event).unwrap();
+    x.copy_from_pinned(&side, &buffer, 0).unwrap();
+    d.record(&event, &side).unwrap();
+    d.wait(&rig.stream, &event).unwrap();
+    capture.end().unwrap();
+    let address = buffer.address();
+    drop(buffer);
+    assert!(!others_get(&rig, 32, address));
+    graph.replay(&rig.stream).unwrap();
+    assert_eq!(rig.read(&x), [3.0; 8]);
+    graph.reset();
+    settle(&rig);
+    assert_eq!(rig.allocator.pinned_stats().kept, 0);
+    assert!(others_get(&rig, 32, address));
+    drop((x, graph));
     nothing_pinned(&rig);
     rig.finish();
 }
