@@ -5,6 +5,8 @@
 //! same lock, so that the device sees them in the order of the books.
 
 mod backing;
+mod captures;
+mod pinned;
 mod pools;
 mod routes;
 mod uses;
@@ -24,15 +26,17 @@ use crate::pool::{
     Tag, Trimmed,
 };
 use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
-use crate::sync::thread::{self, ThreadId};
 use crate::sync::{AtomicU64, Mutex, MutexGuard, lock};
 use backing::PoolBacking;
+use captures::Underway;
 use routes::Routes;
 use uses::Deferred;
 
+pub(crate) use captures::Baked;
 pub(crate) use routes::Born;
 pub(crate) use uses::{Elsewhere, Use, Uses};
 
+pub use pinned::{PinnedBuffer, PinnedConfig, PinnedStats};
 pub(crate) use pools::Claim;
 pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
 pub use routes::RouteGuard;
@@ -56,6 +60,8 @@ pub(crate) struct Shared<D: Device> {
     books: Mutex<Books<D>>,
     storages: AtomicU64,
     captures: AtomicU64,
+    /// Page-locked memory of the host, with locks of its own.
+    pinned: pinned::Cache<D>,
 }
 
 /// All that the lock guards.
@@ -99,21 +105,6 @@ impl<D: Device> DerefMut for Held<'_, D> {
     fn deref_mut(&mut self) -> &mut Books<D> {
         &mut self.books
     }
-}
-
-/// A capture underway.
-struct Underway<D: Device> {
-    stream: D::Stream,
-    id: u32,
-    serial: u64,
-    /// Who began it.
-    thread: ThreadId,
-    /// What was allocated for its stream.
-    made: Vec<(PoolKey, Allocation)>,
-    /// The private pools that it came from, each a use.
-    pools: Vec<PoolKey>,
-    /// What its graph is to keep besides.
-    kept: Vec<Tensor<D>>,
 }
 
 /// One pool of the books.
@@ -175,28 +166,6 @@ impl<D: Device> Memory<D> {
 }
 
 impl<D: Device> Books<D> {
-    /// The capture that a stream belongs to, if it was begun through this allocator: on the stream, or on one that it forked off. (Of a fork of a broken capture
-    /// the device does not say which that is: the last one that this thread began.)
-    fn capture_of(&self, device: &D, stream: &D::Stream) -> Option<usize> {
-        if self.captures.is_empty() {
-            return None;
-        }
-        let id = device.stream_id(stream);
-        let begun = self.captures.iter().position(|c| c.id == id);
-        begun.or_else(|| match device.capture_status(stream) {
-            Ok(CaptureStatus::Active) => {
-                let capture = device.capture_id(stream).ok()??;
-                let has_it = |c: &Underway<D>| device.capture_id(&c.stream) == Ok(Some(capture));
-                self.captures.iter().position(has_it)
-            }
-            Ok(CaptureStatus::Invalidated) => {
-                let thread = thread::current().id();
-                self.captures.iter().rposition(|c| c.thread == thread)
-            }
-            Ok(CaptureStatus::None) | Err(_) => None,
-        })
-    }
-
     fn free(
         &mut self,
         device: &D,
@@ -401,7 +370,7 @@ impl<D: Device> Drop for Shared<D> {
         // The pools give everything back now, and work in flight may still touch it. Captures that are underway now are others': a capture of this
         // allocator, a graph, a tensor, each holds the allocator, and with it every address that a capture has baked in. So they need
         // not be waited for, and must not be broken.
-        if books.pools.values().any(holds)
+        if (books.pools.values().any(holds) || self.pinned.is_waiting(&self.device))
             && let Err(error) = self.device.quiesce()
         {
             tracing::warn!(%error, "the device could not be waited for before an allocator's memory is given back");
@@ -447,6 +416,7 @@ impl<D: Device> Allocator<D> {
                 books: Mutex::new(books),
                 storages: AtomicU64::new(1),
                 captures: AtomicU64::new(1),
+                pinned: pinned::Cache::default(),
             }),
         })
     }
@@ -655,126 +625,6 @@ impl<D: Device> Allocator<D> {
             Ok(())
         } else {
             Err(Error::ForeignPool)
-        }
-    }
-
-    /// Notes that a capture is about to begin on `stream`, so that nothing is given back to the device meanwhile. Its serial.
-    ///
-    /// Called before the driver's begin; [`leave_capture`](Allocator::leave_capture) after the driver's end: the notes enclose the window.
-    pub(crate) fn enter_capture(&self, stream: &D::Stream) -> u64 {
-        let serial = self.shared.captures.fetch_add(1, Ordering::Relaxed);
-        let underway = Underway {
-            stream: stream.clone(),
-            id: self.shared.device.stream_id(stream),
-            serial,
-            thread: thread::current().id(),
-            made: Vec::new(),
-            pools: Vec::new(),
-            kept: Vec::new(),
-        };
-        self.shared.books().captures.push(underway);
-        serial
-    }
-
-    /// Has the graph of the capture that a stream takes part in keep a tensor that is not the caller's to keep: its address is baked in. Does nothing where
-    /// nothing is captured. Of a capture that was not begun through this allocator nobody says when its graph goes, so there the tensor's memory is kept
-    /// as long as the tensor's allocator.
-    pub(crate) fn keep_in_capture(&self, stream: &D::Stream, tensor: &Tensor<D>) -> Result<()> {
-        let device = &self.shared.device;
-        if device.capture_status(stream)? != CaptureStatus::Active {
-            return Ok(());
-        }
-        let mut books = self.shared.books();
-        match books.capture_of(device, stream) {
-            Some(at) => {
-                let kept = &mut books.captures[at].kept;
-                if !kept.iter().any(|known| known.is_same_storage(tensor)) {
-                    kept.push(tensor.clone());
-                }
-            }
-            None => {
-                if let Some(storage) = tensor.storage() {
-                    // The block stays live in the books, and nobody frees it.
-                    storage.disown();
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Notes that the capture has ended, whatever came of it. What its graph is to keep as long as it lives: it has the addresses baked in.
-    ///
-    /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
-    /// allocations themselves are in the graph, or lost with it.
-    pub(crate) fn leave_capture(&self, serial: u64) -> Baked<D> {
-        let mut books = self.shared.books();
-        let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
-            return Baked::default();
-        };
-        let ended = books.captures.remove(at);
-        for (pool, block) in ended.made {
-            if books
-                .pools
-                .get(pool)
-                .is_some_and(|e| e.pool.contains(block))
-            {
-                let ptr = DevicePtr(block.address());
-                let device = &self.shared.device;
-                device.mark(&ended.stream, ptr, block.bytes(), Mark::Live);
-            }
-        }
-        books.free_deferred(&self.shared.device);
-        let handle = |key: PoolKey| PoolHandle {
-            shared: self.shared.clone(),
-            key,
-            id: books.pools[key].id,
-        };
-        Baked {
-            pools: ended.pools.into_iter().map(handle).collect(),
-            tensors: ended.kept,
-        }
-    }
-}
-
-/// What a graph keeps because it has the addresses baked in.
-pub(crate) struct Baked<D: Device> {
-    /// The private pools that were allocated from during the capture.
-    pools: Vec<PoolHandle<D>>,
-    /// Tensors that the caller may not know: see [`Allocator::keep_in_capture`].
-    tensors: Vec<Tensor<D>>,
-}
-
-impl<D: Device> Baked<D> {
-    /// Without a pool that the graph keeps anyway.
-    pub(crate) fn beside(mut self, pool: &PoolHandle<D>) -> Self {
-        self.pools.retain(|other| other.id() != pool.id());
-        self
-    }
-
-    /// Whether there is a pool, of which the backing may be the caller's, in it.
-    pub(crate) fn has_pools(&self) -> bool {
-        !self.pools.is_empty()
-    }
-
-    /// Whether a launch has to be noted.
-    pub(crate) fn follows_launches(&self) -> bool {
-        !self.tensors.is_empty()
-    }
-
-    /// Notes that the graph was launched on a stream: the graph may go before the launch has run, and the memory of the tensors is not used again before.
-    #[inline]
-    pub(crate) fn used_on(&self, stream: &D::Stream) {
-        for storage in self.tensors.iter().filter_map(Tensor::storage) {
-            storage.used_by_run(stream);
-        }
-    }
-}
-
-impl<D: Device> Default for Baked<D> {
-    fn default() -> Self {
-        Baked {
-            pools: Vec::new(),
-            tensors: Vec::new(),
         }
     }
 }

@@ -18,12 +18,16 @@ pub mod kernels;
 mod error;
 mod kernel;
 mod log;
+mod pattern;
+mod pinned;
 
 use std::fmt;
 
 pub(crate) use error::{Bare, Broke, EventState};
 pub use error::{Call, Code, DeviceError, Fault, FaultReason};
 pub use kernel::{HostFn, Kernel, KernelArg, KernelContext, LaunchConfig};
+pub use pattern::Pattern;
+pub use pinned::PinnedMemory;
 
 /// Result of a device call.
 pub type Result<T, E = DeviceError> = std::result::Result<T, E>;
@@ -167,6 +171,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     type Graph: fmt::Debug + Send + Sync + 'static;
     /// An executable graph. Dropping it while a launch is in flight is allowed.
     type Exec: fmt::Debug + Send + Sync + 'static;
+    /// Page-locked host memory.
+    type Pinned: PinnedMemory;
 
     /// What the device is.
     fn info(&self) -> DeviceInfo;
@@ -213,6 +219,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// stream the mark is captured, so that a launch revives what its graph owns; marks are no
     /// nodes and do not count as such.
     fn mark(&self, stream: &Self::Stream, ptr: DevicePtr, bytes: u64, mark: Mark);
+
+    /// Allocates `bytes` (not 0) of page-locked host memory, undefined and [`Live`](Mark::Live). Touches no capture, of whatever thread and in whatever mode.
+    /// [`Code::OutOfMemory`] where there is none. Slow (the system locks pages): an [`Allocator`](crate::Allocator::alloc_pinned) keeps what was freed.
+    fn alloc_pinned(&self, bytes: u64) -> Result<Self::Pinned>;
 
     // ---- streams and events -----------------------------------------------------------------
 
@@ -299,15 +309,48 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     fn copy(&self, stream: &Self::Stream, dst: DevicePtr, src: DevicePtr, bytes: u64)
     -> Result<()>;
 
+    /// Fills a range with a value; address and length are multiples of its size. Captured, one fill (on CUDA two for a value of eight bytes whose halves
+    /// differ).
+    fn fill_pattern(
+        &self,
+        stream: &Self::Stream,
+        dst: DevicePtr,
+        pattern: Pattern,
+        bytes: u64,
+    ) -> Result<()>;
+
     /// Sets each byte of a range.
     fn fill(&self, stream: &Self::Stream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()>;
 
     /// Copies from pageable host memory; `src` has been read when the call returns. Refused on a
-    /// capturing stream, without touching the capture: the driver would bake in a host address that nobody keeps.
+    /// capturing stream, without touching the capture: the driver would bake in a host address that nobody keeps. (From pinned memory:
+    /// [`copy_from_pinned`](Device::copy_from_pinned).)
     fn write(&self, stream: &Self::Stream, dst: DevicePtr, src: &[u8]) -> Result<()>;
 
     /// Copies to host memory in stream order and waits for it. Refused on a capturing stream, without touching the capture.
     fn read(&self, stream: &Self::Stream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
+
+    /// Copies from pinned memory, from `offset` of it. `src` is read when the work runs, not at the call: it lives until then, and its bytes stay. Captured, a copy
+    /// that reads it anew at each launch: it lives as long as the graph is launched.
+    fn copy_from_pinned(
+        &self,
+        stream: &Self::Stream,
+        dst: DevicePtr,
+        src: &Self::Pinned,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<()>;
+
+    /// Copies to pinned memory, to `offset` of it. `dst` is written when the work runs (captured, at each launch), and lives as in
+    /// [`copy_from_pinned`](Device::copy_from_pinned).
+    fn copy_to_pinned(
+        &self,
+        stream: &Self::Stream,
+        dst: &Self::Pinned,
+        offset: u64,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()>;
 
     /// Copies `sources[i]` into `slots[i]` for all `i`, as one piece of work. Captured, it is the one node whose
     /// sources can be set anew at a launch; a graph holds at most one.

@@ -53,6 +53,21 @@ pub enum Error {
         of: u64,
     },
 
+    /// A batch is larger than every bucket.
+    #[error(
+        "{rows} rows do not fit the largest bucket, of {largest}: make a larger one, or split the batch"
+    )]
+    NoBucket {
+        /// Rows of the batch.
+        rows: u64,
+        /// Rows of the largest bucket.
+        largest: u64,
+    },
+
+    /// Buckets, rows and fill values do not go together.
+    #[error("padding: {0}")]
+    Padding(String),
+
     /// No pool has this id.
     #[error(
         "there is no pool {0}: it was never made, or its last graph, handle and block are gone"
@@ -223,7 +238,8 @@ pub enum Error {
         reason: crate::tree::Reason,
     },
 
-    /// A closure came, while it was recorded, to something that [`Recorder::not_capturable`](crate::Recorder::not_capturable) names. The call is answered eagerly.
+    /// A closure came, while it was recorded, to something that [`Recorder::not_capturable`](crate::Recorder::not_capturable) names, or used a
+    /// [`PinnedBuffer`](crate::PinnedBuffer) as a graph could not. The call is answered eagerly.
     #[error("{what} cannot be captured")]
     NotCapturable {
         /// What.

@@ -139,16 +139,15 @@ impl<D: Device> Graph<D> {
         Ok(self.captured()?.info)
     }
 
-    /// Launches the graph on `stream`. Returns at once.
+    /// Launches the graph on `stream`. Returns at once (unless a thread of the host is at a [`PinnedBuffer`](crate::PinnedBuffer) that the graph has copies of: after that).
     ///
     /// # Errors
     /// [`Error::NotCaptured`]; the device's.
     pub fn replay(&self, stream: &D::Stream) -> Result<()> {
         let captured = self.captured()?;
         let device = self.allocator.device();
-        device.launch_graph(&captured.exec, stream, &[])?;
-        captured.baked.used_on(stream);
-        Ok(())
+        let launch = || device.launch_graph(&captured.exec, stream, &[]);
+        Ok(captured.baked.launch(device, stream, launch)?)
     }
 
     /// Drops the graph and its use of the pool. Idempotent. Tensors made during its capture stay good.

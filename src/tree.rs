@@ -217,7 +217,7 @@ impl<D: Device> GraphTrees<D> {
     /// same work each time for the same key and inputs of the same lengths; a replay repeats what the recording did.
     ///
     /// # Errors
-    /// [`Error::Inputs`] where a position is bound twice, or bound and declared static, or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
+    /// [`Error::Inputs`] where a position is bound twice, or bound and declared static, or beyond the [number of inputs](FunctionSpec::inputs), or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
     /// [`Error::StaticDied`] where it is gone; [`Error::ShutDown`].
     pub fn register<F>(&self, spec: FunctionSpec<D>, body: F) -> Result<Function>
     where
@@ -254,6 +254,19 @@ impl<D: Device> GraphTrees<D> {
                     "input {position} is bound, and so static already: do not declare it as a static input too"
                 ),
             ));
+        }
+        if let Some(count) = settings.inputs {
+            let declared = statics.iter().map(|(position, _)| *position);
+            let bound = bound.iter().map(|(position, _)| *position);
+            let all = declared
+                .chain(bound)
+                .chain(settings.mutates.iter().copied());
+            if let Some(position) = all.max().filter(|position| *position >= count) {
+                let detail = format!(
+                    "input {position} is declared, of {count} inputs in all; positions count from 0"
+                );
+                return Err(inputs_error(&name, detail));
+            }
         }
         let bound_died = Arc::new(AtomicBool::new(false));
         for (position, input) in &bound {
@@ -348,7 +361,8 @@ impl<D: Device> GraphTrees<D> {
     /// * [`Error::ForeignHandle`]: function or step are another tree's. [`Error::ForeignStream`], [`Error::ForeignTensor`]: stream or input are another device's.
     /// * [`Error::Nested`]: from inside a closure of the tree. [`Error::ShutDown`].
     /// * [`Error::Stale`]: an input of a generation that was taken. [`Error::StaticDied`]: a bound tensor is gone.
-    /// * [`Error::Inputs`]: an input was [taken](Arg::Taken) by an earlier run, or one is bound at a position that the call does not have.
+    /// * [`Error::Inputs`]: an input was [taken](Arg::Taken) by an earlier run, one is bound at a position that the call does not have, or there are more or fewer than the function
+    ///   [declares](FunctionSpec::inputs).
     /// * [`Error::InputMoved`]: an input moved, and [`OnMove::Error`] is the function's policy. [`Error::Refused`]: it would be no replay, for a reason that
     ///   was made an error ([`refuse`](GraphTrees::refuse)); where that comes out only in a recording, the closure was called, and that was undone.
     ///
@@ -598,6 +612,7 @@ impl<D: Device> Inner<D> {
             at,
         };
         if !matches!(choice, Choice::Replay(_)) {
+            state.functions[key].takes(call.args.len())?;
             self.refuse_foreign(name, call.args)?;
         }
         if let Some(reason) = choice.reason() {

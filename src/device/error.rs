@@ -13,6 +13,7 @@ pub enum Call {
     Release,
     Map,
     Unmap,
+    AllocPinned,
     CreateStream,
     Synchronize,
     SynchronizeDevice,
@@ -32,8 +33,11 @@ pub enum Call {
     Launch,
     Copy,
     Fill,
+    FillPattern,
     Write,
     Read,
+    CopyFromPinned,
+    CopyToPinned,
     Gather,
     BeginCapture,
     ExchangeCaptureMode,
@@ -213,6 +217,7 @@ pub struct Fault {
     pub kernel: String,
     /// The first address that it may not touch, as `S<k>+<offset>` in bytes, where `S<k>` is the `k`-th range that was
     /// mapped (from 0); `R<k>+<offset>` in the `k`-th reservation where nothing is mapped, and the number itself outside of any.
+    /// `H<k>+<offset>` in the `k`-th allocation of pinned host memory.
     /// For faults that are about no address: which argument, or what the panic said.
     pub address: String,
     /// How many bytes it wanted from there on.

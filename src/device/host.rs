@@ -2,7 +2,7 @@
 //!
 //! * **Memory** is mapped under reserved addresses, and sparse. What was never written reads as `0xCD`; what died and was made
 //!   live again reads as `0xDB` until it is written. Touching memory that is not mapped or not live is a fault, which names the
-//!   kernel and the place.
+//!   kernel and the place. So is a copy that touches pinned host memory which is freed or dead.
 //! * **Work** runs when somebody waits (or asks: each query makes a step), in an order drawn from the seed among all streams,
 //!   and among the branches of a graph. The same calls with the same seed run in the same order. Queues have no
 //!   bound, so whoever launches forever must wait now and then.
@@ -26,6 +26,7 @@ mod handles;
 mod liveness;
 mod mapping;
 mod memory;
+mod pinned;
 mod rules;
 mod schedule;
 mod state;
@@ -39,6 +40,7 @@ use self::gate::Gate;
 use self::handles::{EventRef, StreamHandle};
 pub use self::handles::{HostEvent, HostExec, HostFunction, HostGraph, HostStream};
 use self::memory::Memory;
+pub use self::pinned::HostPinned;
 use self::state::State;
 use self::stream::{Event, Record, StreamKey};
 pub use self::work::HostBuffer;
@@ -54,6 +56,13 @@ struct Inner {
     granularity: u64,
     /// Whether memory has owners: without, marks do nothing.
     ownership: bool,
+    pinned: pinned::Counts,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostDevice(seed {})", self.seed)
+    }
 }
 
 /// A device made of host memory; see the [module](self). Clones are the same device.
@@ -86,6 +95,8 @@ pub struct HostCounts {
     pub mapped_ranges: usize,
     /// Ranges of addresses reserved.
     pub reserved_ranges: usize,
+    /// Bytes of pinned host memory allocated.
+    pub pinned_bytes: u64,
     /// Streams that are alive or have work queued, the default stream not included.
     pub streams: usize,
     /// Events alive.
@@ -170,6 +181,7 @@ impl HostBuilder {
                 seed,
                 granularity,
                 ownership,
+                pinned: pinned::Counts::default(),
             }),
         }
     }
@@ -183,7 +195,7 @@ impl Default for HostDevice {
 
 impl fmt::Debug for HostDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostDevice(seed {})", self.inner.seed)
+        self.inner.fmt(f)
     }
 }
 
@@ -225,6 +237,7 @@ impl HostDevice {
             mapped_bytes: state.world.memory.mapped_bytes(),
             mapped_ranges: state.world.memory.mapped_ranges(),
             reserved_ranges: state.world.memory.reserved_ranges(),
+            pinned_bytes: self.inner.pinned.bytes(),
             streams: state.streams.len() - 1,
             events: state.events.len(),
             captures: state.captures.len(),

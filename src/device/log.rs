@@ -27,8 +27,16 @@ enum Kind {
 
 fn kind(call: Call) -> Kind {
     match call {
-        Call::Launch | Call::Copy | Call::Fill | Call::Gather => Kind::Work,
-        Call::RecordExternal | Call::WaitExternal | Call::Driver(_) => Kind::Work,
+        Call::Launch
+        | Call::Copy
+        | Call::Fill
+        | Call::FillPattern
+        | Call::CopyFromPinned
+        | Call::CopyToPinned
+        | Call::Gather
+        | Call::RecordExternal
+        | Call::WaitExternal
+        | Call::Driver(_) => Kind::Work,
         Call::BeginCapture | Call::CaptureStatus | Call::CaptureId | Call::EndCapture => {
             Kind::Whole
         }

@@ -5,9 +5,10 @@ use std::panic::Location;
 use std::sync::{Arc, Weak};
 
 use super::{Storage, StorageId};
-use crate::allocator::refuse_tensor;
+use crate::allocator::{PinnedBuffer, refuse_tensor};
 use crate::device::{Device, DevicePtr};
 use crate::error::{Error, Result};
+use crate::sync::MutexGuard;
 
 /// A handle on a range of bytes in device memory.
 ///
@@ -304,6 +305,65 @@ impl<D: Device> Tensor<D> {
             device.write(stream, self.address(), src)?;
         }
         Ok(())
+    }
+
+    /// Copies bytes of a pinned buffer, from `offset` of it, over the whole range, in stream order; waits for nothing. They are read when the work runs, and stay until then: see
+    /// [`PinnedBuffer`]. On a stream that captures, the copy is the graph's, and reads the buffer at each launch.
+    ///
+    /// What another thread's run may do meanwhile is as for [`write`](Tensor::write).
+    ///
+    /// # Errors
+    /// [`Error::View`] where the bytes do not lie in the buffer; [`Error::Stale`]; [`Error::ForeignTensor`], [`Error::ForeignStream`] where tensor or stream are not of the buffer's
+    /// device; the device's own.
+    pub fn copy_from_pinned(
+        &self,
+        stream: &D::Stream,
+        src: &PinnedBuffer<D>,
+        offset: u64,
+    ) -> Result<()> {
+        let device = src.device();
+        let _stays = self.begin_copy(device, stream)?;
+        let dst = self.address();
+        src.enqueue(stream, (offset, self.bytes), false, |memory| {
+            device.copy_from_pinned(stream, dst, memory, offset, self.bytes)
+        })
+    }
+
+    /// Copies the range to a pinned buffer, to `offset` of it, in stream order; waits for nothing. [`PinnedBuffer::read`] does. On a stream that captures, the copy is the graph's, and
+    /// writes the buffer at each launch.
+    ///
+    /// # Errors
+    /// As [`copy_from_pinned`](Tensor::copy_from_pinned).
+    pub fn copy_to_pinned(
+        &self,
+        stream: &D::Stream,
+        dst: &PinnedBuffer<D>,
+        offset: u64,
+    ) -> Result<()> {
+        let device = dst.device();
+        let _stays = self.begin_copy(device, stream)?;
+        let src = self.address();
+        dst.enqueue(stream, (offset, self.bytes), true, |memory| {
+            device.copy_to_pinned(stream, memory, offset, src, self.bytes)
+        })
+    }
+
+    /// Before the tensor is used in work that is enqueued as long as the guard is held.
+    pub(crate) fn begin_copy(
+        &self,
+        device: &D,
+        stream: &D::Stream,
+    ) -> Result<Option<MutexGuard<'_, ()>>> {
+        self.check_on(device)?;
+        // Of a storage that may move, this thread's check and its work are one step for the thread that moves it.
+        let storage = self.storage.as_ref().filter(|s| !s.never_moves());
+        let stays = storage.map(|s| s.stay());
+        self.check()?;
+        if !device.owns(stream) {
+            return Err(Error::ForeignStream);
+        }
+        self.await_copy(device, stream)?;
+        Ok(stays)
     }
 
     /// Refuses another device than its own.

@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use smallvec::SmallVec;
 
 use super::args::{BodyResult, Inputs, Value};
+use super::call::inputs_error;
 use super::policy::{Limits, MovePolicy};
 use super::reason::ReasonKind;
 use super::recorder::Recorder;
@@ -37,6 +38,8 @@ pub struct FunctionSpec<D: Device> {
 /// What a function declares besides its inputs.
 #[derive(Clone, Debug)]
 pub(super) struct Settings {
+    /// How many inputs it takes, bound ones included, if that is declared.
+    pub(super) inputs: Option<usize>,
     /// Positions that it writes to, sorted.
     pub(super) mutates: Vec<usize>,
     /// Addresses of static inputs that are used in place are multiples of this.
@@ -85,6 +88,7 @@ impl Keys {
 impl Default for Settings {
     fn default() -> Self {
         Settings {
+            inputs: None,
             mutates: Vec::new(),
             align: 1,
             limits: Limits::default(),
@@ -113,6 +117,16 @@ impl<D: Device> FunctionSpec<D> {
             skip_warmup: false,
             settings: Settings::default(),
         }
+    }
+
+    /// The function takes so many inputs, bound ones included: a call with more or fewer is [`Error::Inputs`].
+    ///
+    /// Without, how many inputs there are is part of what a recording fits, like their lengths: a call with another number is recorded anew, beside. What the closure does not
+    /// look at is copied in all the same.
+    #[must_use]
+    pub fn inputs(mut self, count: usize) -> Self {
+        self.settings.inputs = Some(count);
+        self
     }
 
     /// The input at `position` keeps its address from call to call; it is never copied, and another address is another recording (or what
@@ -430,8 +444,24 @@ impl<D: Device> FunctionState<D> {
         self.variants.iter().position(|v| v.key.as_slice() == key)
     }
 
+    /// Refuses a call with another number of inputs than is declared. Asked of calls that are no replays: what is recorded has the right number.
+    #[cold]
+    pub(super) fn takes(&self, passed: usize) -> Result<()> {
+        let (bound, total) = (self.bound.len(), passed + self.bound.len());
+        match self.settings.inputs {
+            Some(declared) if declared != total => {
+                let detail = format!(
+                    "the run passes {passed} inputs and {bound} are bound, {total} in all; the function is declared to take {declared}"
+                );
+                Err(inputs_error(&self.name, detail))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses a key's first run where a position is declared that it does not have: a slip there would be a lost write, or a copy where none was wanted.
     pub(super) fn all_declared_fit(&self, passed: usize) -> Result<()> {
+        self.takes(passed)?;
         let total = passed + self.bound.len();
         let statics = self
             .statics
@@ -441,12 +471,10 @@ impl<D: Device> FunctionState<D> {
         let Some((position, what)) = statics.chain(written).find(|(p, _)| *p >= total) else {
             return Ok(());
         };
-        Err(Error::Inputs {
-            function: self.name.clone(),
-            detail: format!(
-                "input {position} is declared {what}, and the run has {total} inputs, bound ones included; positions count from 0"
-            ),
-        })
+        let detail = format!(
+            "input {position} is declared {what}, and the run has {total} inputs, bound ones included; positions count from 0"
+        );
+        Err(inputs_error(&self.name, detail))
     }
 
     /// A variant for a key that has none yet.

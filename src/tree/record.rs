@@ -318,15 +318,15 @@ impl<D: Device> Inner<D> {
                 return Err(Undone::Never(Never::TooSmall));
             }
             let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
-            device
-                .launch_graph(&exec, call.stream, &placed.sources)
+            let first = || device.launch_graph(&exec, call.stream, &placed.sources);
+            baked
+                .launch(device, call.stream, first)
                 .map_err(|error| Undone::Call(error.into()))?;
             let template = state.keeps_templates.then(|| Arc::new(template));
             Ok((exec, info, template))
         };
         match launch() {
             Ok((exec, info, template)) => {
-                baked.used_on(call.stream);
                 let graph = Launchable {
                     exec,
                     info,

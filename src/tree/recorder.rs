@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::sync::{Arc, Weak};
 
 use super::args::Value;
-use crate::allocator::{Allocator, Born, PoolHandle};
+use crate::allocator::{Allocator, Born, PinnedBuffer, PoolHandle};
 use crate::device::{Device, KernelArg, LaunchConfig};
 use crate::error::{Phase, Result};
 use crate::storage::{Storage, Tensor};
@@ -68,6 +68,14 @@ impl<'a, D: Device> Recorder<'a, D> {
         let made = state.storage().map(Arc::downgrade);
         lock(self.made).extend(made);
         Ok(state)
+    }
+
+    /// Allocates pinned memory of the host: [`Allocator::alloc_pinned`]. What is recorded with it keeps it, dropped or not, and a replay copies the bytes that it has then.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn alloc_pinned(&self, bytes: u64) -> Result<PinnedBuffer<D>> {
+        self.allocator.alloc_pinned(bytes)
     }
 
     /// Returns a host value beside the tensors, for [`Outputs::value`](crate::Outputs::value): a size, a flag, whatever goes with the outputs. A replay gives

@@ -7,7 +7,7 @@ use tracing::trace;
 
 use super::args::Arg;
 use super::call::Call;
-use super::node::{Consumed, OutputSpec};
+use super::node::{Consumed, Launchable, OutputSpec};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, NodeKey, State};
@@ -203,9 +203,8 @@ impl<D: Device> Inner<D> {
     /// Hands them over with the launch.
     #[inline]
     fn launch(&self, state: &State<D>, key: NodeKey, stream: &D::Stream) -> Result<()> {
-        let graph = &state.nodes[key].graph;
-        self.device.launch_graph(&graph.exec, stream, &state.sources)?;
-        graph.baked.used_on(stream);
-        Ok(())
+        let Launchable { exec, baked, .. } = &state.nodes[key].graph;
+        let launch = || self.device.launch_graph(exec, stream, &state.sources);
+        Ok(baked.launch(&self.device, stream, launch)?)
     }
 }

@@ -76,6 +76,8 @@ functions! {
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     fn cuMemAlloc_v2(ptr: *mut sys::CUdeviceptr, bytes: usize);
     fn cuMemFree_v2(ptr: sys::CUdeviceptr);
+    fn cuMemHostAlloc(ptr: *mut *mut c_void, bytes: usize, flags: c_uint);
+    fn cuMemFreeHost(ptr: *mut c_void);
     fn cuMemGetAllocationGranularity(
         granularity: *mut usize,
         prop: *const sys::CUmemAllocationProp,
@@ -142,6 +144,16 @@ functions! {
     fn cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: sys::CUdeviceptr, bytes: usize, stream: sys::CUstream);
     fn cuMemcpyDtoDAsync_v2(dst: sys::CUdeviceptr, src: sys::CUdeviceptr, bytes: usize, stream: sys::CUstream);
     fn cuMemsetD8Async(dst: sys::CUdeviceptr, value: u8, bytes: usize, stream: sys::CUstream);
+    fn cuMemsetD16Async(dst: sys::CUdeviceptr, value: u16, count: usize, stream: sys::CUstream);
+    fn cuMemsetD32Async(dst: sys::CUdeviceptr, value: c_uint, count: usize, stream: sys::CUstream);
+    fn cuMemsetD2D32Async(
+        dst: sys::CUdeviceptr,
+        pitch: usize,
+        value: c_uint,
+        width: usize,
+        height: usize,
+        stream: sys::CUstream,
+    );
 
     fn cuStreamBeginCapture_v2(stream: sys::CUstream, mode: sys::CUstreamCaptureMode);
     fn cuStreamEndCapture(stream: sys::CUstream, graph: *mut sys::CUgraph);

@@ -369,7 +369,7 @@ impl Inner {
             return Ok(());
         }
         let detail = format!(
-            "stream {} captures, and a graph cannot keep host memory alive; copy before or after the capture",
+            "stream {} captures, and a graph cannot keep pageable host memory alive; copy before or after the capture, or from and to a pinned buffer",
             stream.id
         );
         Err(DeviceError::new(

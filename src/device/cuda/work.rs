@@ -5,11 +5,11 @@ use std::sync::atomic::Ordering;
 
 use super::inner::{Current, Inner};
 use super::stream::Handle;
-use super::{CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaStream};
-use super::{dot, event, graph, quiesce, stream};
+use super::{CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaPinned, CudaStream};
+use super::{dot, event, fill, graph, pinned, quiesce, stream};
 use crate::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
-    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
+    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Pattern, Result,
 };
 use crate::sync::lock;
 
@@ -84,6 +84,7 @@ impl Device for CudaDevice {
     type Function = CudaFunction;
     type Graph = CudaGraph;
     type Exec = CudaExec;
+    type Pinned = CudaPinned;
 
     fn info(&self) -> DeviceInfo {
         DeviceInfo {
@@ -135,6 +136,10 @@ impl Device for CudaDevice {
 
     /// Does nothing: the driver does not know who owns what.
     fn mark(&self, _: &CudaStream, _: DevicePtr, _: u64, _: Mark) {}
+
+    fn alloc_pinned(&self, bytes: u64) -> Result<CudaPinned> {
+        pinned::alloc(&self.inner, bytes)
+    }
 
     fn create_stream(&self) -> Result<CudaStream> {
         self.inner.prepare_gather();
@@ -309,6 +314,18 @@ impl Device for CudaDevice {
         })
     }
 
+    fn fill_pattern(
+        &self,
+        stream: &CudaStream,
+        dst: DevicePtr,
+        pattern: Pattern,
+        bytes: u64,
+    ) -> Result<()> {
+        self.on(Call::FillPattern, stream, |stream| {
+            fill::fill(&self.inner, stream, dst, pattern, bytes)
+        })
+    }
+
     /// The driver copies pageable memory aside before its call returns, but says so only of small copies, and not where the device
     /// reads such memory itself. Otherwise the stream is waited for. Captures of other streams do not mind either.
     fn write(&self, stream: &CudaStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
@@ -362,6 +379,36 @@ impl Device for CudaDevice {
             self.inner
                 .check(call, code, || format!("{} B from {src:?}", dst.len()))?;
             self.inner.wait_for(call, stream)
+        })
+    }
+
+    fn copy_from_pinned(
+        &self,
+        stream: &CudaStream,
+        dst: DevicePtr,
+        src: &CudaPinned,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<()> {
+        let call = Call::CopyFromPinned;
+        self.check_ours(call, "pinned memory", src.device())?;
+        self.on(call, stream, |stream| {
+            src.copy_out(stream, dst, offset, bytes)
+        })
+    }
+
+    fn copy_to_pinned(
+        &self,
+        stream: &CudaStream,
+        dst: &CudaPinned,
+        offset: u64,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
+        let call = Call::CopyToPinned;
+        self.check_ours(call, "pinned memory", dst.device())?;
+        self.on(call, stream, |stream| {
+            dst.copy_in(stream, offset, src, bytes)
         })
     }
 

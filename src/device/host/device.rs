@@ -6,10 +6,10 @@ use super::dot;
 use super::graph::Plan;
 use super::stream::{Entry, Record};
 use super::work::{Body, Work};
-use super::{HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream};
+use super::{HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostPinned, HostStream};
 use crate::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, EventState,
-    GatherSlot, GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
+    GatherSlot, GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Pattern, Result,
 };
 use crate::sync::thread;
 
@@ -28,12 +28,56 @@ pub(super) fn check_copy(call: Call, dst: DevicePtr, src: DevicePtr, bytes: u64)
     Ok(())
 }
 
+impl HostDevice {
+    fn fill_on(
+        &self,
+        call: Call,
+        stream: &HostStream,
+        dst: DevicePtr,
+        pattern: Pattern,
+        bytes: u64,
+    ) -> Result<()> {
+        self.on(call, stream, |state, key| {
+            if let Some(detail) = pattern.misfit(dst, bytes) {
+                return Err(DeviceError::new(call, Code::InvalidValue, detail));
+            }
+            if bytes == 0 {
+                return state.admit(call, key).map(drop);
+            }
+            let work = Work::Fill {
+                dst,
+                pattern,
+                bytes,
+            };
+            state.submit(call, key, work)
+        })
+    }
+
+    fn copy_pinned(
+        &self,
+        call: Call,
+        stream: &HostStream,
+        (memory, offset, bytes): (&HostPinned, u64, u64),
+        work: Work,
+    ) -> Result<()> {
+        self.check_ours(call, "pinned memory", &memory.device)?;
+        self.on(call, stream, |state, key| {
+            memory.range(call, offset, bytes)?;
+            if bytes == 0 {
+                return state.admit(call, key).map(drop);
+            }
+            state.submit(call, key, work)
+        })
+    }
+}
+
 impl Device for HostDevice {
     type Stream = HostStream;
     type Event = HostEvent;
     type Function = HostFunction;
     type Graph = HostGraph;
     type Exec = HostExec;
+    type Pinned = HostPinned;
 
     fn info(&self) -> DeviceInfo {
         DeviceInfo {
@@ -119,6 +163,10 @@ impl Device for HostDevice {
                 },
             );
         }
+    }
+
+    fn alloc_pinned(&self, bytes: u64) -> Result<HostPinned> {
+        self.new_pinned(Call::AllocPinned, bytes)
     }
 
     fn create_stream(&self) -> Result<HostStream> {
@@ -348,13 +396,17 @@ impl Device for HostDevice {
     }
 
     fn fill(&self, stream: &HostStream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
-        let call = Call::Fill;
-        self.on(call, stream, |state, key| {
-            if bytes == 0 {
-                return state.admit(call, key).map(drop);
-            }
-            state.submit(call, key, Work::Fill { dst, value, bytes })
-        })
+        self.fill_on(Call::Fill, stream, dst, Pattern::B8(value), bytes)
+    }
+
+    fn fill_pattern(
+        &self,
+        stream: &HostStream,
+        dst: DevicePtr,
+        pattern: Pattern,
+        bytes: u64,
+    ) -> Result<()> {
+        self.fill_on(Call::FillPattern, stream, dst, pattern, bytes)
     }
 
     fn write(&self, stream: &HostStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
@@ -385,6 +437,40 @@ impl Device for HostDevice {
             }
             Ok(())
         })
+    }
+
+    fn copy_from_pinned(
+        &self,
+        stream: &HostStream,
+        dst: DevicePtr,
+        src: &HostPinned,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<()> {
+        let work = Work::FromPinned {
+            dst,
+            src: src.memory.clone(),
+            offset,
+            bytes,
+        };
+        self.copy_pinned(Call::CopyFromPinned, stream, (src, offset, bytes), work)
+    }
+
+    fn copy_to_pinned(
+        &self,
+        stream: &HostStream,
+        dst: &HostPinned,
+        offset: u64,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
+        let work = Work::ToPinned {
+            dst: dst.memory.clone(),
+            offset,
+            src,
+            bytes,
+        };
+        self.copy_pinned(Call::CopyToPinned, stream, (dst, offset, bytes), work)
     }
 
     fn gather(

@@ -73,7 +73,21 @@ fn label(work: &Work) -> String {
             format!("gather {}", copies.collect::<Vec<_>>().join(", "))
         }
         Work::Copy { dst, src, bytes } => format!("{bytes} B {src:?} to {dst:?}"),
-        Work::Fill { dst, value, bytes } => format!("{bytes} B at {dst:?} to {value:#04x}"),
+        Work::Fill {
+            dst,
+            pattern,
+            bytes,
+        } => {
+            let (value, digits) = (u64::from_le_bytes(pattern.to_bytes()), 2 * pattern.bytes());
+            let width = 2 + digits as usize;
+            format!("{bytes} B at {dst:?} to {value:#0width$x}")
+        }
+        Work::FromPinned {
+            dst, offset, bytes, ..
+        } => format!("{bytes} B from byte {offset} of a pinned buffer to {dst:?}"),
+        Work::ToPinned {
+            offset, src, bytes, ..
+        } => format!("{bytes} B from {src:?} to byte {offset} of a pinned buffer"),
         Work::Write { dst, .. } | Work::FromHost { dst, .. } => format!("from the host to {dst:?}"),
         Work::Read { src, .. } | Work::ToHost { src, .. } => format!("from {src:?} to the host"),
         Work::Allocate { ptr, bytes } => format!("{bytes} B at {ptr:?}"),

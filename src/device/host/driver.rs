@@ -10,7 +10,7 @@ use super::state::{Allocated, State};
 use super::work::Work;
 use super::{HostBuffer, HostDevice, HostExec, HostFunction, HostGraph, HostStream};
 use crate::device::{
-    Call, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Result,
+    Call, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Pattern, Result,
 };
 use crate::sync::MutexGuard;
 
@@ -140,8 +140,14 @@ impl HostDevice {
     /// `cuMemsetD8`: on the default stream, and waited for.
     pub fn memset_sync(&self, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         let call = Call::Driver("cuMemsetD8");
-        self.enter(call)?
-            .run_now(call, Work::Fill { dst, value, bytes })
+        self.enter(call)?.run_now(
+            call,
+            Work::Fill {
+                dst,
+                pattern: Pattern::B8(value),
+                bytes,
+            },
+        )
     }
 
     /// `cuMemGetInfo`: the same as [`memory_info`](Device::memory_info).

@@ -6,8 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::context::{Args, Context, Undo};
 use super::handles::EventRef;
 use super::memory::Memory;
+use super::pinned::Pinned;
 use crate::device::{
     Call, Code, DeviceError, DevicePtr, Fault, FaultReason, GatherSlot, HostFn, LaunchConfig, Mark,
+    Pattern,
 };
 
 /// Host memory that a captured copy reads or writes at each launch, as the driver does with pageable memory.
@@ -37,7 +39,7 @@ pub(super) enum Work {
     },
     Fill {
         dst: DevicePtr,
-        value: u8,
+        pattern: Pattern,
         bytes: u64,
     },
     Write {
@@ -70,6 +72,18 @@ pub(super) enum Work {
         dst: HostBuffer,
         src: DevicePtr,
     },
+    FromPinned {
+        dst: DevicePtr,
+        src: Arc<Pinned>,
+        offset: u64,
+        bytes: u64,
+    },
+    ToPinned {
+        dst: Arc<Pinned>,
+        offset: u64,
+        src: DevicePtr,
+        bytes: u64,
+    },
     /// Only in graphs: waits for the event's record as it was before the launch.
     WaitEvent(Arc<EventRef>),
     /// Only in graphs: the event's record, from the launch on.
@@ -93,6 +107,8 @@ impl Work {
             Work::Copy { .. }
             | Work::FromHost { .. }
             | Work::ToHost { .. }
+            | Work::FromPinned { .. }
+            | Work::ToPinned { .. }
             | Work::Write { .. }
             | Work::Read { .. } => "memcpy",
             Work::Fill { .. } => "memset",
@@ -177,10 +193,11 @@ impl World {
             Work::Copy { dst, src, bytes } => {
                 self.copy_all("copy", [(*dst, *src, *bytes)].into_iter())?
             }
-            Work::Fill { dst, value, bytes } => {
-                self.memory.check("fill", *dst, *bytes)?;
-                self.memory.fill(*dst, *bytes, *value);
-            }
+            Work::Fill {
+                dst,
+                pattern,
+                bytes,
+            } => self.fill(*dst, *pattern, *bytes)?,
             Work::Write { dst, src } => self.write("write", *dst, src)?,
             Work::Read { src, bytes } => {
                 self.memory.check("read", *src, *bytes as u64)?;
@@ -221,6 +238,18 @@ impl World {
                     .check("copy to the host", *src, dst.len() as u64)?;
                 self.memory.read(*src, &mut dst);
             }
+            Work::FromPinned {
+                dst,
+                src,
+                offset,
+                bytes,
+            } => self.from_pinned(*dst, (src, *offset, *bytes))?,
+            Work::ToPinned {
+                dst,
+                offset,
+                src,
+                bytes,
+            } => self.to_pinned((dst, *offset, *bytes), *src)?,
             // Where they stand is what they do: the scheduler sees to it.
             Work::WaitEvent(_) | Work::RecordEvent(_) => {}
             Work::Allocate { ptr, bytes } => {
@@ -271,6 +300,29 @@ impl World {
     fn write(&mut self, who: &str, dst: DevicePtr, src: &[u8]) -> Result<(), Fault> {
         self.memory.check(who, dst, src.len() as u64)?;
         self.memory.write(dst, src);
+        Ok(())
+    }
+
+    fn fill(&mut self, dst: DevicePtr, pattern: Pattern, bytes: u64) -> Result<(), Fault> {
+        self.memory.check("fill", dst, bytes)?;
+        if let Pattern::B8(value) = pattern {
+            self.memory.fill(dst, bytes, value);
+            return Ok(());
+        }
+        let value = &pattern.to_bytes()[..pattern.bytes() as usize];
+        self.scratch.clear();
+        // A piece is a whole number of values.
+        let part = PIECE.min(bytes);
+        while (self.scratch.len() as u64) < part {
+            self.scratch.extend_from_slice(value);
+        }
+        let mut done = 0;
+        while done < bytes {
+            let part = part.min(bytes - done);
+            self.memory
+                .write(dst.offset(done), &self.scratch[..part as usize]);
+            done += part;
+        }
         Ok(())
     }
 
