@@ -6,6 +6,8 @@
 
 mod backing;
 mod bodies;
+mod captures;
+mod pinned;
 mod pools;
 mod routes;
 mod uses;
@@ -25,17 +27,19 @@ use crate::pool::{
     Tag, Trimmed,
 };
 use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
-use crate::sync::thread::{self, ThreadId};
 use crate::sync::{AtomicU64, Mutex, MutexGuard, lock};
 use backing::PoolBacking;
 use bodies::BodyStream;
+use captures::Underway;
 use routes::Routes;
 use uses::Deferred;
 
 pub(crate) use bodies::{predicate_of, refuse_escaped};
+pub(crate) use captures::Baked;
 pub(crate) use routes::Born;
 pub(crate) use uses::{Elsewhere, Use, Uses};
 
+pub use pinned::{PinnedBuffer, PinnedConfig, PinnedStats};
 pub(crate) use pools::Claim;
 pub use pools::{PoolCheckpoint, PoolHandle, PoolId, PoolOptions, PoolRestored};
 pub use routes::RouteGuard;
@@ -59,6 +63,8 @@ pub(crate) struct Shared<D: Device> {
     books: Mutex<Books<D>>,
     storages: AtomicU64,
     captures: AtomicU64,
+    /// Page-locked memory of the host, with locks of its own.
+    pinned: pinned::Cache<D>,
 }
 
 /// All that the lock guards.
@@ -104,19 +110,6 @@ impl<D: Device> DerefMut for Held<'_, D> {
     fn deref_mut(&mut self) -> &mut Books<D> {
         &mut self.books
     }
-}
-
-/// A capture underway.
-struct Underway<D: Device> {
-    stream: D::Stream,
-    id: u32,
-    serial: u64,
-    /// Who began it.
-    thread: ThreadId,
-    /// What was allocated for its stream.
-    made: Vec<(PoolKey, Allocation)>,
-    /// The private pools that it came from, each a use.
-    pools: Vec<PoolKey>,
 }
 
 /// One pool of the books.
@@ -178,24 +171,6 @@ impl<D: Device> Memory<D> {
 }
 
 impl<D: Device> Books<D> {
-    /// The capture that a stream belongs to: the one that was begun on it, or, if it captures because it forked off, the
-    /// last one that this thread began. (The device does not say which; a thread seldom has two.)
-    fn capture_of(&self, device: &D, stream: &D::Stream) -> Option<usize> {
-        if self.captures.is_empty() {
-            return None;
-        }
-        let id = self.stands_for(device.stream_id(stream));
-        self.captures.iter().position(|c| c.id == id).or_else(|| {
-            let thread = thread::current().id();
-            let at = self.captures.iter().rposition(|c| c.thread == thread)?;
-            matches!(
-                device.capture_status(stream),
-                Ok(CaptureStatus::Active | CaptureStatus::Invalidated)
-            )
-            .then_some(at)
-        })
-    }
-
     fn free(
         &mut self,
         device: &D,
@@ -300,7 +275,8 @@ impl<D: Device> Shared<D> {
         {
             return Ok(block);
         }
-        self.device.synchronize_device()?;
+        // Not the device's own wait, which breaks captures that were begun past this allocator.
+        self.device.quiesce()?;
         books.free_deferred(&self.device);
         books.trim()?;
         Ok(books.pools[pool].pool.alloc(stream, bytes, tag)?)
@@ -336,7 +312,7 @@ impl<D: Device> Shared<D> {
             {
                 self.alloc_after_waiting(&mut books, pool, StreamId(id), bytes, tag)?
             }
-            other => other?,
+            other => other.map_err(in_capture)?,
         };
         let mut born = 0;
         let Books {
@@ -369,6 +345,14 @@ impl<D: Device> Shared<D> {
     }
 }
 
+/// Says of an allocation there is no memory for that no more was tried, because of a capture.
+fn in_capture(mut error: PoolError) -> PoolError {
+    if let PoolError::OutOfMemory { state, .. } = &mut error {
+        state.push_str("; a capture is underway, so nothing was waited for or given back: allocate or trim before it");
+    }
+    error
+}
+
 /// A block that was handed out.
 struct Handed<D: Device> {
     pool: PoolKey,
@@ -391,7 +375,7 @@ impl<D: Device> Drop for Shared<D> {
         // The pools give everything back now, and work in flight may still touch it. Captures that are underway now are others': a capture of this
         // allocator, a graph, a tensor, each holds the allocator, and with it every address that a capture has baked in. So they need
         // not be waited for, and must not be broken.
-        if books.pools.values().any(holds)
+        if (books.pools.values().any(holds) || self.pinned.is_waiting(&self.device))
             && let Err(error) = self.device.quiesce()
         {
             tracing::warn!(%error, "the device could not be waited for before an allocator's memory is given back");
@@ -438,6 +422,7 @@ impl<D: Device> Allocator<D> {
                 books: Mutex::new(books),
                 storages: AtomicU64::new(1),
                 captures: AtomicU64::new(1),
+                pinned: pinned::Cache::default(),
             }),
         })
     }
@@ -549,10 +534,11 @@ impl<D: Device> Allocator<D> {
     }
 
     /// Gives memory back to the device: wholly free segments of the default pool, those of a tree's pool that no recording of it needs, and those of
-    /// private pools whose last graph and handle are gone. Waits for the device. Memory that a living private pool has is its own, used or not.
+    /// private pools whose last graph and handle are gone. Waits for the device's work, but for what captures hold, and breaks none ([`Device::quiesce`]). Memory
+    /// that a living private pool has is its own, used or not.
     ///
     /// # Errors
-    /// [`Error::CaptureUnderway`], with nothing done: waiting would break the capture.
+    /// [`Error::CaptureUnderway`], with nothing done, while a graph or a tree of this allocator captures: the capture may have the addresses of what is free.
     pub fn trim(&self) -> Result<Trimmed> {
         let mut books = self.shared.books();
         if !books.captures.is_empty() {
@@ -560,7 +546,7 @@ impl<D: Device> Allocator<D> {
                 captures: books.captures.len(),
             });
         }
-        self.shared.device.synchronize_device()?;
+        self.shared.device.quiesce()?;
         books.free_deferred(&self.shared.device);
         Ok(books.trim()?)
     }
@@ -646,54 +632,6 @@ impl<D: Device> Allocator<D> {
         } else {
             Err(Error::ForeignPool)
         }
-    }
-
-    /// Notes that a capture is about to begin on `stream`, so that nothing is given back to the device meanwhile. Its serial.
-    ///
-    /// Called before the driver's begin; [`leave_capture`](Allocator::leave_capture) after the driver's end: the notes enclose the window.
-    pub(crate) fn enter_capture(&self, stream: &D::Stream) -> u64 {
-        let serial = self.shared.captures.fetch_add(1, Ordering::Relaxed);
-        let underway = Underway {
-            stream: stream.clone(),
-            id: self.shared.device.stream_id(stream),
-            serial,
-            thread: thread::current().id(),
-            made: Vec::new(),
-            pools: Vec::new(),
-        };
-        self.shared.books().captures.push(underway);
-        serial
-    }
-
-    /// Notes that the capture has ended, whatever came of it. The private pools that it allocated from, as uses: as long as a graph with their
-    /// addresses lives, they keep their memory.
-    ///
-    /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
-    /// allocations themselves are in the graph, or lost with it.
-    pub(crate) fn leave_capture(&self, serial: u64) -> Vec<PoolHandle<D>> {
-        let mut books = self.shared.books();
-        let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
-            return Vec::new();
-        };
-        let ended = books.captures.remove(at);
-        for (pool, block) in ended.made {
-            if books
-                .pools
-                .get(pool)
-                .is_some_and(|e| e.pool.contains(block))
-            {
-                let ptr = DevicePtr(block.address());
-                let device = &self.shared.device;
-                device.mark(&ended.stream, ptr, block.bytes(), Mark::Live);
-            }
-        }
-        books.free_deferred(&self.shared.device);
-        let handle = |key: PoolKey| PoolHandle {
-            shared: self.shared.clone(),
-            key,
-            id: books.pools[key].id,
-        };
-        ended.pools.into_iter().map(handle).collect()
     }
 }
 

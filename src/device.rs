@@ -18,13 +18,17 @@ pub mod kernels;
 mod error;
 mod kernel;
 mod log;
+mod pattern;
+mod pinned;
 
 use std::fmt;
 use std::ops::AddAssign;
 
-pub(crate) use error::{Bare, Broke};
+pub(crate) use error::{Bare, Broke, EventState};
 pub use error::{Call, Code, DeviceError, Fault, FaultReason};
 pub use kernel::{HostFn, Kernel, KernelArg, KernelContext, LaunchConfig};
+pub use pattern::Pattern;
+pub use pinned::PinnedMemory;
 
 /// Result of a device call.
 pub type Result<T, E = DeviceError> = std::result::Result<T, E>;
@@ -181,6 +185,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     type Graph: fmt::Debug + Send + Sync + 'static;
     /// An executable graph. Dropping it while a launch is in flight is allowed.
     type Exec: fmt::Debug + Send + Sync + 'static;
+    /// Page-locked host memory.
+    type Pinned: PinnedMemory;
 
     /// What the device is.
     fn info(&self) -> DeviceInfo;
@@ -228,6 +234,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// nodes and do not count as such.
     fn mark(&self, stream: &Self::Stream, ptr: DevicePtr, bytes: u64, mark: Mark);
 
+    /// Allocates `bytes` (not 0) of page-locked host memory, undefined and [`Live`](Mark::Live). Touches no capture, of whatever thread and in whatever mode.
+    /// [`Code::OutOfMemory`] where there is none. Slow (the system locks pages): an [`Allocator`](crate::Allocator::alloc_pinned) keeps what was freed.
+    fn alloc_pinned(&self, bytes: u64) -> Result<Self::Pinned>;
+
     // ---- streams and events -----------------------------------------------------------------
 
     /// A new stream, which does not order itself with the default stream.
@@ -252,14 +262,37 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Whether the stream's work has run.
     fn query(&self, stream: &Self::Stream) -> Result<bool>;
 
-    /// A new event; waiting for it before it is recorded does nothing.
+    /// A new event without timing; waiting for it before it is recorded does nothing.
     fn create_event(&self) -> Result<Self::Event>;
+
+    /// A new event that takes the time whenever it is reached, for [`elapsed`](Device::elapsed). Recording one costs the device a little more.
+    fn create_timed_event(&self) -> Result<Self::Event>;
 
     /// Records the event at the stream's end.
     fn record(&self, event: &Self::Event, stream: &Self::Stream) -> Result<()>;
 
     /// Makes the stream's later work wait for the event's last record.
     fn wait(&self, stream: &Self::Stream, event: &Self::Event) -> Result<()>;
+
+    /// The same as [`record`](Device::record) on a stream that does not capture. On one that does, a node of the graph (`CU_EVENT_RECORD_EXTERNAL`): each
+    /// launch records the event, as of the call that launches, and reaches it where the node stands. So streams and other graphs can wait for the middle
+    /// of a graph, and the host can ask for it. The capture itself leaves the event as it was. The graph keeps what it needs of the event.
+    fn record_external(&self, event: &Self::Event, stream: &Self::Stream) -> Result<()>;
+
+    /// The same as [`wait`](Device::wait) on a stream that does not capture. On one that does, a node of the graph (`CU_EVENT_WAIT_EXTERNAL`): what comes
+    /// after it waits for the event's last record before the call that launches, from wherever that was; for nothing, where there was none. Joins
+    /// no capture. The graph keeps what it needs of the event.
+    fn wait_external(&self, stream: &Self::Stream, event: &Self::Event) -> Result<()>;
+
+    /// The time between two events' last records, in milliseconds: negative where `end` was reached first. Both have
+    /// been reached (see [`synchronize_event`](Device::synchronize_event)): nothing is waited for, and no capture touched.
+    ///
+    /// CUDA's resolution is about half a microsecond. The simulated device's clock moves by a microsecond with each piece of work that it runs.
+    ///
+    /// # Errors
+    /// [`Code::InvalidHandle`] for an event without timing, or that was never recorded; [`Code::InvalidValue`] for one that was last recorded in a capture,
+    /// where nothing runs; [`Code::NotReady`] for one that is not reached yet.
+    fn elapsed(&self, start: &Self::Event, end: &Self::Event) -> Result<f32>;
 
     /// Whether the event's last record has been reached.
     fn query_event(&self, event: &Self::Event) -> Result<bool>;
@@ -290,15 +323,48 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     fn copy(&self, stream: &Self::Stream, dst: DevicePtr, src: DevicePtr, bytes: u64)
     -> Result<()>;
 
+    /// Fills a range with a value; address and length are multiples of its size. Captured, one fill (on CUDA two for a value of eight bytes whose halves
+    /// differ).
+    fn fill_pattern(
+        &self,
+        stream: &Self::Stream,
+        dst: DevicePtr,
+        pattern: Pattern,
+        bytes: u64,
+    ) -> Result<()>;
+
     /// Sets each byte of a range.
     fn fill(&self, stream: &Self::Stream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()>;
 
     /// Copies from pageable host memory; `src` has been read when the call returns. Refused on a
-    /// capturing stream, without touching the capture: the driver would bake in a host address that nobody keeps.
+    /// capturing stream, without touching the capture: the driver would bake in a host address that nobody keeps. (From pinned memory:
+    /// [`copy_from_pinned`](Device::copy_from_pinned).)
     fn write(&self, stream: &Self::Stream, dst: DevicePtr, src: &[u8]) -> Result<()>;
 
     /// Copies to host memory in stream order and waits for it. Refused on a capturing stream, without touching the capture.
     fn read(&self, stream: &Self::Stream, dst: &mut [u8], src: DevicePtr) -> Result<()>;
+
+    /// Copies from pinned memory, from `offset` of it. `src` is read when the work runs, not at the call: it lives until then, and its bytes stay. Captured, a copy
+    /// that reads it anew at each launch: it lives as long as the graph is launched.
+    fn copy_from_pinned(
+        &self,
+        stream: &Self::Stream,
+        dst: DevicePtr,
+        src: &Self::Pinned,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<()>;
+
+    /// Copies to pinned memory, to `offset` of it. `dst` is written when the work runs (captured, at each launch), and lives as in
+    /// [`copy_from_pinned`](Device::copy_from_pinned).
+    fn copy_to_pinned(
+        &self,
+        stream: &Self::Stream,
+        dst: &Self::Pinned,
+        offset: u64,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()>;
 
     /// Copies `sources[i]` into `slots[i]` for all `i`, as one piece of work. Captured, it is the one node whose
     /// sources can be set anew at a launch; a graph holds at most one.
@@ -320,6 +386,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Whether the stream captures. Legal at any time.
     fn capture_status(&self, stream: &Self::Stream) -> Result<CaptureStatus>;
+
+    /// The number of the capture that the stream takes part in, as the one that began it or as one that joined; no other capture of the device ever has it. `None`
+    /// where the stream does not capture, and where the capture is broken. Legal at any time.
+    fn capture_id(&self, stream: &Self::Stream) -> Result<Option<u64>>;
 
     /// Ends the capture that was begun on this stream. Whatever it returns, the stream does not capture any more
     /// (but for [`Code::IllegalState`], where it did not capture at all). Bodies of ifs that are open still end with it, and that is [`Code::StreamCaptureUnjoined`].
@@ -374,6 +444,13 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// What the graph holds.
     fn graph_info(&self, graph: &Self::Graph) -> Result<GraphInfo>;
+
+    /// The graph's picture for debugging, in the DOT language: its nodes with what they do, and their order. Addresses are what they are, so it differs from
+    /// run to run; of CUDA it is the driver's (`cuGraphDebugDotPrint`, verbose), whose form differs between drivers. Legal during captures.
+    ///
+    /// # Errors
+    /// The device's; of CUDA also [`Code::OperatingSystem`], since the driver writes it to a file: a temporary one, which is removed again.
+    fn graph_dot(&self, graph: &Self::Graph) -> Result<String>;
 
     /// Makes a graph executable. The template may be dropped afterwards.
     fn instantiate(&self, graph: &Self::Graph) -> Result<Self::Exec>;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::allocator::PoolId;
 use crate::device::{DeviceError, DevicePtr, GraphInfo};
 use crate::pool::PoolError;
+use crate::tree::NodeId;
 
 /// Result of this crate's calls.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -51,6 +52,21 @@ pub enum Error {
         /// How many it has.
         of: u64,
     },
+
+    /// A batch is larger than every bucket.
+    #[error(
+        "{rows} rows do not fit the largest bucket, of {largest}: make a larger one, or split the batch"
+    )]
+    NoBucket {
+        /// Rows of the batch.
+        rows: u64,
+        /// Rows of the largest bucket.
+        largest: u64,
+    },
+
+    /// Buckets, rows and fill values do not go together.
+    #[error("padding: {0}")]
+    Padding(String),
 
     /// No pool has this id.
     #[error(
@@ -106,6 +122,18 @@ pub enum Error {
     /// The graph object holds no graph.
     #[error("nothing was captured into this graph object yet (or it was reset)")]
     NotCaptured,
+
+    /// There is no picture of the graph: its template went when it had been made executable.
+    #[error(
+        "the graph's template was not kept when it was captured: call keep_template(true) on the graph object, or keep_templates(true) on the tree, and capture again"
+    )]
+    TemplateNotKept,
+
+    /// The tree has no such node (any more).
+    #[error(
+        "the tree has no node n{}: its recording was removed, or is another tree's; view() lists those that are there", .0.0
+    )]
+    UnknownNode(NodeId),
 
     /// The driver put allocations of its own into the graph.
     #[error("the captured graph holds {} memory node(s), made by an allocation that bypassed the pool (cuMemAllocAsync, or cuBLAS without a workspace): \
@@ -233,7 +261,8 @@ pub enum Error {
         reason: crate::tree::Reason,
     },
 
-    /// A closure came, while it was recorded, to something that [`Recorder::not_capturable`](crate::Recorder::not_capturable) names. The call is answered eagerly.
+    /// A closure came, while it was recorded, to something that [`Recorder::not_capturable`](crate::Recorder::not_capturable) names, or used a
+    /// [`PinnedBuffer`](crate::PinnedBuffer) as a graph could not. The call is answered eagerly.
     #[error("{what} cannot be captured")]
     NotCapturable {
         /// What.

@@ -11,7 +11,7 @@ use std::panic::Location;
 use tracing::{debug_span, warn};
 
 use crate::allocator::{
-    Allocator, Born, PoolHandle, PoolOptions, RouteGuard, predicate_of, refuse_escaped,
+    Allocator, Baked, Born, PoolHandle, PoolOptions, RouteGuard, predicate_of, refuse_escaped,
 };
 use crate::device::{CaptureMode, Device, GraphInfo, relaxed};
 use crate::error::{BoxError, Error, Result};
@@ -39,14 +39,17 @@ impl<D: Device> Default for CaptureOptions<D> {
 pub struct Graph<D: Device> {
     allocator: Allocator<D>,
     captured: Option<Captured<D>>,
+    keeps_template: bool,
 }
 
 struct Captured<D: Device> {
     exec: D::Exec,
     info: GraphInfo,
+    /// What the executable was made of, if it is kept.
+    template: Option<D::Graph>,
     pool: PoolHandle<D>,
-    /// Other pools that were allocated from during the capture.
-    _others: Vec<PoolHandle<D>>,
+    /// What else was used during the capture.
+    baked: Baked<D>,
 }
 
 impl<D: Device> Graph<D> {
@@ -56,7 +59,24 @@ impl<D: Device> Graph<D> {
         Graph {
             allocator: allocator.clone(),
             captured: None,
+            keeps_template: false,
         }
+    }
+
+    /// Whether captures that end from now on keep their template beside the executable, for [`debug_dump`](Graph::debug_dump). At first they do not: it takes
+    /// memory of the host's, and nothing else here needs it.
+    pub fn keep_template(&mut self, keep: bool) {
+        self.keeps_template = keep;
+    }
+
+    /// The captured graph's own picture, in the DOT language: the driver's on CUDA, with all it knows of each node. See [`Device::graph_dot`].
+    ///
+    /// # Errors
+    /// [`Error::NotCaptured`]; [`Error::TemplateNotKept`]; the device's.
+    pub fn debug_dump(&self) -> Result<String> {
+        let template = self.captured()?.template.as_ref();
+        let template = template.ok_or(Error::TemplateNotKept)?;
+        Ok(self.allocator.device().graph_dot(template)?)
     }
 
     /// Begins a capture on `stream`, with a pool of its own.
@@ -121,16 +141,15 @@ impl<D: Device> Graph<D> {
         Ok(self.captured()?.info)
     }
 
-    /// Launches the graph on `stream`. Returns at once.
+    /// Launches the graph on `stream`. Returns at once (unless a thread of the host is at a [`PinnedBuffer`](crate::PinnedBuffer) that the graph has copies of: after that).
     ///
     /// # Errors
     /// [`Error::NotCaptured`]; the device's.
     pub fn replay(&self, stream: &D::Stream) -> Result<()> {
         let captured = self.captured()?;
-        Ok(self
-            .allocator
-            .device()
-            .launch_graph(&captured.exec, stream, &[])?)
+        let device = self.allocator.device();
+        let launch = || device.launch_graph(&captured.exec, stream, &[]);
+        Ok(captured.baked.launch(device, stream, launch)?)
     }
 
     /// Drops the graph and its use of the pool. Idempotent. Tensors made during its capture stay good.
@@ -239,8 +258,7 @@ impl<D: Device> Capture<'_, D> {
         let allocator = self.graph.allocator.clone();
         let device = allocator.device();
         let ended = device.end_capture(&self.stream);
-        let mut others = allocator.leave_capture(window.serial);
-        others.retain(|pool| pool.id() != window.pool.id());
+        let baked = allocator.leave_capture(window.serial).beside(&window.pool);
         drop(window.route);
         let template = ended?;
         let info = device.graph_info(&template)?;
@@ -254,8 +272,9 @@ impl<D: Device> Capture<'_, D> {
         self.graph.captured = Some(Captured {
             exec,
             info,
+            template: self.graph.keeps_template.then_some(template),
             pool: window.pool,
-            _others: others,
+            baked,
         });
         Ok(())
     }

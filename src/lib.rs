@@ -40,6 +40,8 @@
 //! # Where to go next
 //! * [`GraphTrees`]: registering and running functions; [`Step`]: how long outputs are safe.
 //! * [`Graph`]: one captured graph without a tree; [`PoolHandle`]: private pools, shared on request.
+//! * [`PinnedBuffer`]: page-locked host memory, whose bytes a graph's copies read at each launch.
+//! * [`PaddedInput`]: batches of any size in graphs of a few sizes.
 //! * [`pool`]: the checkpointable pool alone, over any backing.
 //! * [`device`]: what the runtime asks of an accelerator, the simulated one ([`device::host`]) and the adaptor that makes calls fail
 //!   ([`device::faulty`]).
@@ -51,16 +53,21 @@ pub mod device;
 mod error;
 mod graph;
 pub mod inspect;
+mod padding;
 pub mod pool;
 mod rng;
 mod storage;
 mod sync;
 mod tree;
 
-pub use allocator::{Allocator, PoolCheckpoint, PoolHandle, PoolId, PoolOptions, RouteGuard};
+pub use allocator::{
+    Allocator, PinnedBuffer, PinnedConfig, PinnedStats, PoolCheckpoint, PoolHandle, PoolId,
+    PoolOptions, RouteGuard,
+};
 pub use error::{BoxError, Error, Made, MovedInput, Phase, Result, Stale};
 pub use graph::{Capture, CaptureOptions, Graph, IfBody};
-pub use rng::{Generator, STATE_BYTES};
+pub use padding::{Buckets, Padded, PaddedInput};
+pub use rng::{Generator, GeneratorState, STATE_BYTES};
 pub use storage::{StorageId, Tensor, WeakTensor};
 pub use tree::{
     Advice, Arg, BodyResult, Budget, Counts, Function, FunctionReport, FunctionSpec, FunctionView,

@@ -6,67 +6,70 @@
 //! et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): number `i` of a draw is lane `i % 4` of block `offset + i / 4`,
 //! keyed by the seed; both devices give the same bits.
 
-use crate::allocator::Allocator;
+use std::panic::Location;
+use std::sync::Arc;
+
+use crate::allocator::{Allocator, refuse_tensor};
 use crate::device::{
-    Device, DevicePtr, Fault, FaultReason, Kernel, KernelArg, KernelContext, LaunchConfig,
+    Call, CaptureStatus, Code, Device, DeviceError, DevicePtr, Fault, FaultReason, Kernel,
+    KernelArg, KernelContext, LaunchConfig,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::storage::Tensor;
+use crate::sync::{Mutex, lock};
 
 /// Bytes of a generator's state: the seed, then the offset in blocks of four numbers, 64 bits each.
 pub const STATE_BYTES: u64 = 16;
 
-/// A stream of random numbers with its state on the device.
+/// A stream of random numbers with its state on the device. Clones are the same generator.
 ///
 /// Draws and seeding are ordered by the streams they are enqueued on; a generator used on several streams needs the
-/// caller's events between them. Clones share the state.
+/// caller's events between them.
+///
+/// A generator draws from one [state](GeneratorState) at a time, and which one that is can be [exchanged](Generator::exchange_state), during a capture too. That is done by
+/// the host, at once, and is not captured: a graph has the addresses of the states that its draws were captured with, and goes on drawing from those.
+/// It keeps their memory, whoever drops generator and states. (Of a capture that neither a [`Graph`](crate::Graph) nor a tree of this allocator began, nobody
+/// says when its graph goes: states drawn from in it are kept as long as the allocator.)
 #[derive(Clone, Debug)]
 pub struct Generator<D: Device> {
-    device: D,
-    state: Tensor<D>,
+    allocator: Allocator<D>,
+    /// The state that is drawn from now.
+    current: Arc<Mutex<GeneratorState<D>>>,
     uniform: D::Function,
     advance: D::Function,
 }
 
-impl<D: Device> Generator<D> {
-    /// A generator with this seed and offset 0. Its state is allocated from the default pool; make it before capturing.
-    ///
-    /// # Errors
-    /// The pool's and the device's.
-    pub fn new(allocator: &Allocator<D>, stream: &D::Stream, seed: u64) -> Result<Self> {
-        let device = allocator.device().clone();
-        let state = allocator.alloc(stream, STATE_BYTES)?;
-        let (uniform, advance) = (
-            device.load(&uniform_kernel())?,
-            device.load(&advance_kernel())?,
-        );
-        let generator = Generator {
-            device,
-            state,
-            uniform,
-            advance,
-        };
-        generator.set(stream, seed, 0)?;
-        Ok(generator)
+/// Seed and offset of a [`Generator`], in device memory that belongs to the last of its handles: generators, graphs that draw from it, and clones of this, which
+/// are the same state.
+#[derive(Clone, Debug)]
+pub struct GeneratorState<D: Device> {
+    device: D,
+    memory: Tensor<D>,
+}
+
+impl<D: Device> GeneratorState<D> {
+    /// A state of undefined bytes, in the default pool, wherever allocations are routed to.
+    fn new(
+        allocator: &Allocator<D>,
+        stream: &D::Stream,
+        at: &'static Location<'static>,
+    ) -> Result<Self> {
+        let memory = allocator.default_pool().alloc_at(stream, STATE_BYTES, at)?;
+        Ok(GeneratorState {
+            device: allocator.device().clone(),
+            memory,
+        })
     }
 
-    /// Starts anew with another seed: what is enqueued on `stream` from here on draws from its beginning, replays too.
+    /// Sets seed and offset (in blocks of four numbers): what is enqueued on `stream` from here on draws from there, replays too.
     ///
     /// # Errors
     /// The device's; on a capturing stream it is refused, with the capture as it was: a graph draws from the seed that holds when it is launched.
-    pub fn seed(&self, stream: &D::Stream, seed: u64) -> Result<()> {
-        self.set(stream, seed, 0)
-    }
-
-    /// Sets seed and offset (in blocks of four numbers).
-    ///
-    /// # Errors
-    /// As [`seed`](Generator::seed).
     pub fn set(&self, stream: &D::Stream, seed: u64, offset: u64) -> Result<()> {
         let mut bytes = [0; STATE_BYTES as usize];
         bytes[..8].copy_from_slice(&seed.to_le_bytes());
         bytes[8..].copy_from_slice(&offset.to_le_bytes());
-        self.state.write(&self.device, stream, &bytes)
+        self.on(stream, |device| self.memory.write(device, stream, &bytes))
     }
 
     /// Seed and offset after all that was enqueued on `stream` so far. Waits for it.
@@ -74,7 +77,7 @@ impl<D: Device> Generator<D> {
     /// # Errors
     /// The device's; refused on a capturing stream.
     pub fn get(&self, stream: &D::Stream) -> Result<(u64, u64)> {
-        let bytes = self.state.read(&self.device, stream)?;
+        let bytes = self.on(stream, |device| self.memory.read(device, stream))?;
         let half = |at: usize| {
             bytes[at..at + 8]
                 .iter()
@@ -84,30 +87,140 @@ impl<D: Device> Generator<D> {
         Ok((half(0), half(8)))
     }
 
+    /// Enqueues work that uses it, and notes that the stream does: the last handle may go before the work has run.
+    fn on<T>(&self, stream: &D::Stream, work: impl FnOnce(&D) -> Result<T>) -> Result<T> {
+        if !self.device.owns(stream) {
+            return Err(Error::ForeignStream);
+        }
+        if let Some(storage) = self.memory.storage() {
+            storage.used_by_run(stream);
+        }
+        work(&self.device)
+    }
+}
+
+/// Whether they are the same state, not whether equal numbers come next.
+impl<D: Device> PartialEq for GeneratorState<D> {
+    fn eq(&self, other: &Self) -> bool {
+        self.memory.is_same_storage(&other.memory)
+    }
+}
+
+impl<D: Device> Eq for GeneratorState<D> {}
+
+impl<D: Device> Generator<D> {
+    /// A generator with a state of this seed and offset 0. The state is allocated from the default pool; make it before capturing.
+    ///
+    /// # Errors
+    /// The pool's and the device's; [`Error::ForeignStream`].
+    #[track_caller]
+    pub fn new(allocator: &Allocator<D>, stream: &D::Stream, seed: u64) -> Result<Self> {
+        let device = allocator.device();
+        let state = GeneratorState::new(allocator, stream, Location::caller())?;
+        let (uniform, advance) = (
+            device.load(&uniform_kernel())?,
+            device.load(&advance_kernel())?,
+        );
+        state.set(stream, seed, 0)?;
+        Ok(Generator {
+            allocator: allocator.clone(),
+            current: Arc::new(Mutex::new(state)),
+            uniform,
+            advance,
+        })
+    }
+
+    /// The state that it draws from now.
+    #[must_use]
+    pub fn state(&self) -> GeneratorState<D> {
+        lock(&self.current).clone()
+    }
+
+    /// Draws from another state from now on, on every clone of the generator; gives the one before. Nothing is enqueued or captured by it.
+    ///
+    /// # Errors
+    /// [`Error::ForeignTensor`] for a state of another device.
+    pub fn exchange_state(&self, state: &GeneratorState<D>) -> Result<GeneratorState<D>> {
+        refuse_tensor(self.allocator.device(), &state.memory, || {
+            "the state to draw from".into()
+        })?;
+        Ok(std::mem::replace(&mut *lock(&self.current), state.clone()))
+    }
+
+    /// A new state with the seed and offset that the present one has after all that was enqueued on `stream` so far.
+    ///
+    /// # Errors
+    /// The pool's and the device's; [`Error::ForeignStream`]; on a capturing stream it is refused, with the capture as it was: the state would have no value before the graph runs.
+    #[track_caller]
+    pub fn clone_state(&self, stream: &D::Stream) -> Result<GeneratorState<D>> {
+        let device = self.allocator.device();
+        if !device.owns(stream) {
+            return Err(Error::ForeignStream);
+        }
+        if device.capture_status(stream)? != CaptureStatus::None {
+            let detail = "a generator's state is cloned on a stream that captures; clone it before the capture";
+            let error = DeviceError::new(Call::Copy, Code::StreamCaptureUnsupported, detail);
+            return Err(device.refuse(stream, error, false).into());
+        }
+        let state = self.state();
+        let clone = GeneratorState::new(&self.allocator, stream, Location::caller())?;
+        let (to, from) = (clone.memory.ptr()?, state.memory.ptr()?);
+        state.on(stream, |device| {
+            Ok(device.copy(stream, to, from, STATE_BYTES)?)
+        })?;
+        Ok(clone)
+    }
+
+    /// Starts anew with another seed, in the present state: what is enqueued on `stream` from here on draws from its beginning, replays too.
+    ///
+    /// # Errors
+    /// As [`GeneratorState::set`].
+    pub fn seed(&self, stream: &D::Stream, seed: u64) -> Result<()> {
+        self.set(stream, seed, 0)
+    }
+
+    /// Sets seed and offset of the present state: [`GeneratorState::set`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn set(&self, stream: &D::Stream, seed: u64, offset: u64) -> Result<()> {
+        self.state().set(stream, seed, offset)
+    }
+
+    /// Seed and offset of the present state: [`GeneratorState::get`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn get(&self, stream: &D::Stream) -> Result<(u64, u64)> {
+        self.state().get(stream)
+    }
+
     /// Draws `n` numbers, uniform in [0, 1), into `dst`, and moves the offset on by ⌈n/4⌉. The numbers are multiples of 2⁻²⁴.
     ///
     /// # Errors
-    /// The device's.
+    /// The device's; [`Error::ForeignStream`].
     pub fn uniform(&self, stream: &D::Stream, dst: DevicePtr, n: u64) -> Result<()> {
         if n == 0 {
             return Ok(());
         }
-        let state = KernelArg::Ptr(self.state.ptr()?);
-        let blocks = n.div_ceil(4);
-        self.device.launch(
-            stream,
-            &self.uniform,
-            LaunchConfig::for_elements(blocks),
-            &[KernelArg::Ptr(dst), KernelArg::U64(n), state],
-        )?;
-        let one = LaunchConfig {
-            grid: [1; 3],
-            block: [1; 3],
-            shared_bytes: 0,
-        };
-        Ok(self
-            .device
-            .launch(stream, &self.advance, one, &[state, KernelArg::U64(blocks)])?)
+        let state = self.state();
+        state.on(stream, |device| {
+            self.allocator.keep_in_capture(stream, &state.memory)?;
+            let at = KernelArg::Ptr(state.memory.ptr()?);
+            let blocks = n.div_ceil(4);
+            device.launch(
+                stream,
+                &self.uniform,
+                LaunchConfig::for_elements(blocks),
+                &[KernelArg::Ptr(dst), KernelArg::U64(n), at],
+            )?;
+            let one = LaunchConfig {
+                grid: [1; 3],
+                block: [1; 3],
+                shared_bytes: 0,
+            };
+            Ok(device.launch(stream, &self.advance, one, &[at, KernelArg::U64(blocks)])?)
+        })
     }
 }
 

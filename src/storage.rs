@@ -42,54 +42,69 @@ impl fmt::Debug for StorageId {
 /// another thread; a clear bit is never wrong.
 #[derive(Debug)]
 pub(crate) struct LiveMask {
-    words: Box<[AtomicU64]>,
+    /// The first 64 bits: mostly all there are.
+    first: AtomicU64,
+    more: Box<[AtomicU64]>,
 }
 
 impl LiveMask {
     pub(crate) fn new(bits: usize) -> Arc<LiveMask> {
+        let more = bits.div_ceil(64).saturating_sub(1);
         Arc::new(LiveMask {
-            words: (0..bits.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
+            first: AtomicU64::new(0),
+            more: (0..more).map(|_| AtomicU64::new(0)).collect(),
         })
     }
 
+    fn at(&self, index: usize) -> &AtomicU64 {
+        match index {
+            0 => &self.first,
+            _ => &self.more[index - 1],
+        }
+    }
+
     /// Sets all bits of a mask of `bits`, none of which is set or being cleared.
+    #[inline]
     pub(crate) fn set_all(&self, bits: usize) {
-        for (index, word) in self.words.iter().enumerate() {
-            let here = bits - index * 64;
-            let mask = if here >= 64 {
-                u64::MAX
-            } else {
-                (1 << here) - 1
-            };
-            word.store(mask, Ordering::Release);
+        let mask = |bits: usize| match bits {
+            0..64 => (1 << bits) - 1,
+            _ => u64::MAX,
+        };
+        self.first.store(mask(bits), Ordering::Release);
+        for (index, word) in self.more.iter().enumerate() {
+            word.store(mask(bits - 64 * (index + 1)), Ordering::Release);
         }
     }
 
     pub(crate) fn set(&self, bit: u32) {
-        self.words[bit as usize / 64].fetch_or(1 << (bit % 64), Ordering::AcqRel);
+        self.at(bit as usize / 64)
+            .fetch_or(1 << (bit % 64), Ordering::AcqRel);
     }
 
     pub(crate) fn clear(&self, bit: u32) {
-        self.words[bit as usize / 64].fetch_and(!(1 << (bit % 64)), Ordering::AcqRel);
+        self.at(bit as usize / 64)
+            .fetch_and(!(1 << (bit % 64)), Ordering::AcqRel);
     }
 
     pub(crate) fn word(&self, index: usize) -> u64 {
-        self.words[index].load(Ordering::Acquire)
+        self.at(index).load(Ordering::Acquire)
     }
 
     pub(crate) fn words(&self) -> usize {
-        self.words.len()
+        1 + self.more.len()
     }
 
+    fn all(&self) -> impl Iterator<Item = u64> {
+        (0..self.words()).map(|index| self.word(index))
+    }
+
+    #[inline]
     pub(crate) fn any(&self) -> bool {
-        self.words.iter().any(|w| w.load(Ordering::Acquire) != 0)
+        self.word(0) != 0 || self.all().skip(1).any(|word| word != 0)
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.words
-            .iter()
-            .map(|w| w.load(Ordering::Acquire).count_ones() as usize)
-            .sum()
+        self.all().map(|word| word.count_ones() as usize).sum()
     }
 }
 
@@ -160,26 +175,29 @@ pub(crate) struct Birth<D: Device> {
 const NO_STREAM: u32 = u32::MAX;
 
 /// A place in device memory: address, length, identity. It never moves.
+///
+/// What a replay touches comes first.
+#[repr(C)]
 pub(crate) struct Storage<D: Device> {
-    id: StorageId,
+    word: Word,
+    /// The number of the stream it was allocated for; `NO_STREAM` for memory that was not.
+    stream_id: u32,
+    /// It has one generation only: its handles cannot go stale.
+    eternal: bool,
+    /// It lies outside of the tree's pool now, and is no node's any more.
+    moved: AtomicBool,
+    source: Source<D>,
+    home: OnceLock<Home>,
     /// Where it lies. Written once more at most, when it [moves out](Storage::move_out).
     ptr: AtomicU64,
     bytes: u64,
+    id: StorageId,
     /// Length of the block it has, or had, in the pool; `bytes` where it never had one.
     extent: u64,
-    /// The number of the stream it was allocated for; `NO_STREAM` for memory that was not.
-    stream_id: u32,
-    word: Word,
-    /// It has one generation only: its handles cannot go stale.
-    eternal: bool,
     made_at: &'static Location<'static>,
-    home: OnceLock<Home>,
-    /// It lies outside of the tree's pool now, and is no node's any more.
-    moved: AtomicBool,
     /// Held while the host enqueues a write by its address, and while it moves or a run ends its generation: so the write comes before or after.
     place: Mutex<()>,
     custody: Mutex<Custody<D>>,
-    source: Source<D>,
 }
 
 impl<D: Device> Storage<D> {
@@ -260,6 +278,11 @@ impl<D: Device> Storage<D> {
 
     pub(crate) fn is_eternal(&self) -> bool {
         self.eternal || self.moved.load(Ordering::Acquire)
+    }
+
+    /// Whether it has moved out of its tree's pool.
+    pub(crate) fn has_moved(&self) -> bool {
+        self.moved.load(Ordering::Acquire)
     }
 
     /// Whether its handles may know it by its address.
@@ -390,6 +413,7 @@ impl<D: Device> Storage<D> {
     /// Hands the storage out anew: a next generation with `owners` handles, owning no block.
     ///
     /// The caller has seen to it that nobody holds the last generation, and sets the node's bits once all its storages are handed out.
+    #[inline]
     pub(crate) fn hand_out(&self, owners: u64) {
         self.word.hand_out(owners);
     }

@@ -10,6 +10,7 @@ mod call;
 mod control;
 mod decide;
 mod eager;
+mod fast;
 mod function;
 mod generation;
 mod inline;
@@ -39,7 +40,7 @@ use slotmap::SlotMap;
 use smallvec::SmallVec;
 
 use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
-use crate::device::Device;
+use crate::device::{Device, DevicePtr};
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
 use crate::storage::{Storage, Tensor};
@@ -85,23 +86,26 @@ pub struct GraphTrees<D: Device> {
     inner: Arc<Inner<D>>,
 }
 
+/// What the handles of one tree share. What a replay touches comes first, here and in [`State`].
+#[repr(C)]
 struct Inner<D: Device> {
-    allocator: Allocator<D>,
-    pool: PoolHandle<D>,
+    /// Which functions are ours.
+    owner: Arc<()>,
+    generations: Arc<Generations>,
+    /// Something is to be removed or said: dropped functions, static inputs that died. Raised from anywhere.
+    untidy: Arc<AtomicBool>,
     /// Streams that outputs were said to be used on.
     elsewhere: Option<Arc<Elsewhere<D>>>,
+    device: D,
+    allocator: Allocator<D>,
+    state: Mutex<State<D>>,
+    pool: PoolHandle<D>,
     /// The pool without any block.
     empty: Checkpoint,
     /// Where warmups and recordings run.
     stream: D::Stream,
     /// Orders one stream after another; re-recorded each time.
     event: D::Event,
-    generations: Arc<Generations>,
-    /// Which functions are ours.
-    owner: Arc<()>,
-    state: Mutex<State<D>>,
-    /// Something is to be removed or said: dropped functions, static inputs that died. Raised from anywhere.
-    untidy: Arc<AtomicBool>,
     /// Who is told of advice.
     on_advice: Mutex<Option<AdviceHook>>,
     /// State of functions.
@@ -115,33 +119,38 @@ struct Inner<D: Device> {
 /// Who is told of advice.
 type AdviceHook = Arc<dyn Fn(&Advice) + Send + Sync>;
 
+#[repr(C)]
 struct State<D: Device> {
+    /// Whose closure is running.
+    busy: Option<ThreadId>,
     functions: SlotMap<FunctionKey, FunctionState<D>>,
-    /// How many were registered so far.
-    registered: u32,
     nodes: SlotMap<NodeKey, Node<D>>,
-    /// In order of creation.
-    roots: Vec<NodeKey>,
     path: Vec<Entry<D>>,
     /// Runs of earlier paths of which a living generation still holds something: the path keeps out of their way.
     carried: Vec<Entry<D>>,
-    /// The pool's books say what is held of the path. Not so after a replay.
-    books_exact: bool,
-    /// How many dropped tokens the path knows of.
-    seen_ended: u64,
-    /// It was shut down.
-    down: bool,
-    /// Whose closure is running.
-    busy: Option<ThreadId>,
+    /// Room for the addresses that a replay copies from.
+    sources: Vec<DevicePtr>,
     /// The streams that runs of the path were called on, and the last run before it.
     streams: SmallVec<[D::Stream; 2]>,
+    /// How many dropped tokens the path knows of.
+    seen_ended: u64,
+    /// How many places there are at which a function is skipped.
+    skips: usize,
     counts: Counts,
+    /// It was shut down.
+    down: bool,
+    /// The pool's books say what is held of the path. Not so after a replay.
+    books_exact: bool,
+    /// How many were registered so far.
+    registered: u32,
+    /// In order of creation.
+    roots: Vec<NodeKey>,
     /// What functions did below a node (or at the root) on account of inputs that moved.
     places: HashMap<(Option<NodeKey>, FunctionKey), Place>,
-    /// How many of these are skipped.
-    skips: usize,
     budget: Budget,
     on_overwrite: OnOverwrite,
+    /// Recordings keep their templates.
+    keeps_templates: bool,
     /// Bytes of all graphs, as estimated.
     graph_bytes: u64,
     /// Kinds of reasons that are errors, as bits.
@@ -176,6 +185,7 @@ impl<D: Device> GraphTrees<D> {
         let pool = allocator.new_pool(options, true)?;
         Ok(GraphTrees {
             inner: Arc::new(Inner {
+                device: device.clone(),
                 allocator: allocator.clone(),
                 elsewhere: pool.elsewhere(),
                 empty: pool.checkpoint_blocks(),
@@ -207,7 +217,7 @@ impl<D: Device> GraphTrees<D> {
     /// same work each time for the same key and inputs of the same lengths; a replay repeats what the recording did.
     ///
     /// # Errors
-    /// [`Error::Inputs`] where a position is bound twice, or bound and declared static, or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
+    /// [`Error::Inputs`] where a position is bound twice, or bound and declared static, or beyond the [number of inputs](FunctionSpec::inputs), or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
     /// [`Error::StaticDied`] where it is gone; [`Error::ShutDown`].
     pub fn register<F>(&self, spec: FunctionSpec<D>, body: F) -> Result<Function>
     where
@@ -244,6 +254,19 @@ impl<D: Device> GraphTrees<D> {
                     "input {position} is bound, and so static already: do not declare it as a static input too"
                 ),
             ));
+        }
+        if let Some(count) = settings.inputs {
+            let declared = statics.iter().map(|(position, _)| *position);
+            let bound = bound.iter().map(|(position, _)| *position);
+            let all = declared
+                .chain(bound)
+                .chain(settings.mutates.iter().copied());
+            if let Some(position) = all.max().filter(|position| *position >= count) {
+                let detail = format!(
+                    "input {position} is declared, of {count} inputs in all; positions count from 0"
+                );
+                return Err(inputs_error(&name, detail));
+            }
         }
         let bound_died = Arc::new(AtomicBool::new(false));
         for (position, input) in &bound {
@@ -338,7 +361,8 @@ impl<D: Device> GraphTrees<D> {
     /// * [`Error::ForeignHandle`]: function or step are another tree's. [`Error::ForeignStream`], [`Error::ForeignTensor`]: stream or input are another device's.
     /// * [`Error::Nested`]: from inside a closure of the tree. [`Error::ShutDown`].
     /// * [`Error::Stale`]: an input of a generation that was taken. [`Error::StaticDied`]: a bound tensor is gone.
-    /// * [`Error::Inputs`]: an input was [taken](Arg::Taken) by an earlier run, or one is bound at a position that the call does not have.
+    /// * [`Error::Inputs`]: an input was [taken](Arg::Taken) by an earlier run, one is bound at a position that the call does not have, or there are more or fewer than the function
+    ///   [declares](FunctionSpec::inputs).
     /// * [`Error::InputMoved`]: an input moved, and [`OnMove::Error`] is the function's policy. [`Error::Refused`]: it would be no replay, for a reason that
     ///   was made an error ([`refuse`](GraphTrees::refuse)); where that comes out only in a recording, the closure was called, and that was undone.
     ///
@@ -447,9 +471,38 @@ impl<D: Device> Inner<D> {
         if !Arc::ptr_eq(&step.generations, &self.generations) {
             return Err(Error::ForeignHandle { what: "step" });
         }
+        let mut state = self.enter(function.shared_name())?;
+        match self.replay_fast(&mut state, key, step, variant_key, stream, args, out, at) {
+            Some(done) => done,
+            None => self.run_whole(
+                state,
+                (function, key),
+                step,
+                variant_key,
+                stream,
+                args,
+                out,
+                at,
+            ),
+        }
+    }
+
+    /// A run, the whole way.
+    #[inline(never)]
+    #[allow(clippy::too_many_arguments)] // as above
+    fn run_whole<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        (function, key): (&Function, FunctionKey),
+        step: &Step,
+        variant_key: &[i64],
+        stream: &D::Stream,
+        args: &mut [Arg<'_, D>],
+        out: &mut Outputs<D>,
+        at: &'static Location<'static>,
+    ) -> Result<()> {
         // Dropped after the lock.
         let mut tidied = Tidied::new(self);
-        let mut state = self.enter(function.shared_name())?;
         if state.down {
             return Err(Error::ShutDown);
         }
@@ -559,6 +612,7 @@ impl<D: Device> Inner<D> {
             at,
         };
         if !matches!(choice, Choice::Replay(_)) {
+            state.functions[key].takes(call.args.len())?;
             self.refuse_foreign(name, call.args)?;
         }
         if let Some(reason) = choice.reason() {
@@ -702,12 +756,14 @@ impl<D: Device> State<D> {
             skips: 0,
             budget: Budget::default(),
             on_overwrite: OnOverwrite::Stale,
+            keeps_templates: false,
             graph_bytes: 0,
             refused: 0,
             leaving: Vec::new(),
             advice: Vec::new(),
             buried: Vec::new(),
             last_failure: None,
+            sources: Vec::new(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What PyTorch's tests ask of captures (CAP-*, STREAM-02), restated for this API.
 //!
 //! * CAP-09 and CAP-10 ask for a graph that is kept before it is instantiated (`keep_graph`). A [`Graph`] has no such choice: it instantiates at the
-//!   end of its capture and drops the template. Whoever wants the steps apart takes them from the device, which gives a template and makes any number
+//!   end of its capture and drops the template, or keeps it for pictures alone (CAP-12: `cap_dumps`). Whoever wants the steps apart takes them from the device, which gives a template and makes any number
 //!   of executables of it; a graph that is not there is `NotCaptured`, and there is no way to hold an executable before it was made.
 //! * CAP-13 asks for hooks at the end of a capture and after each instantiation. There are none: the end of a capture is the caller's own
 //!   call, and the caller's next line is the hook; with the device's steps, there is a line between the two. What remains of the row is

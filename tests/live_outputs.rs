@@ -318,7 +318,7 @@ fn live_20_books_and_outputs_compared<D: Device>(rig: Rig<D>) {
         drop(stray);
         rig.trees.audit().unwrap();
 
-        assert!(pool.free_at(&rig.stream, out.ptr().unwrap()));
+        assert!(pool.free_at(&rig.stream, out.ptr().unwrap()).unwrap());
         let Err(Error::Books(text)) = rig.trees.audit() else {
             panic!("an output that is no block");
         };

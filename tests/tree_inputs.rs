@@ -6,9 +6,10 @@ mod common;
 use std::sync::Arc;
 
 use common::Rig;
-use cudagraph_trees::device::Device;
+use cudagraph_trees::device::{CaptureMode, Device};
 use cudagraph_trees::{
-    Arg, Error, FunctionSpec, InputView, NodeId, Phase, Tensor, Value, give, lend,
+    Arg, Error, FunctionSpec, Graph, InputView, Mismatch, NodeId, Phase, Reason, Tensor, Value,
+    give, lend,
 };
 
 suite!(
@@ -28,6 +29,8 @@ suite!(
     a_lent_input_stays_the_callers,
     no_inputs_and_no_outputs,
     imported_memory,
+    another_number_of_inputs_is_another_recording,
+    a_declared_number_of_inputs,
 );
 
 use Phase::{Record, Replay, Warmup};
@@ -582,5 +585,116 @@ fn imported_memory<D: Device>(rig: Rig<D>) {
         0,
         "the keeper went with the last handle"
     );
+    rig.finish();
+}
+
+fn another_number_of_inputs_is_another_recording<D: Device>(rig: Rig<D>) {
+    // Of a second input it takes note, of a third it does not.
+    let (f, calls) = rig.counted(FunctionSpec::new("f"), |k, rec, mut inputs| {
+        let x = inputs.take(0)?;
+        Ok(vec![match inputs.get(1) {
+            Ok(y) => k.sum(rec, &x, y)?,
+            Err(_) => k.apply(rec, &x, 1.0, 0.0)?,
+        }])
+    });
+    let (x, y, z) = (
+        rig.floats(&[1.0]),
+        rig.floats(&[10.0]),
+        rig.floats(&[100.0]),
+    );
+    let run = |inputs: &[&Tensor<D>]| {
+        let step = rig.trees.step();
+        let out = rig.run(&f, &step, inputs);
+        (out.phase(), out.reason(), rig.read(&out[0])[0])
+    };
+    let count = Some(Reason::Changed(Mismatch::Count));
+    assert_eq!(run(&[&x]), (Warmup, Some(Reason::NotWarm), 1.0));
+    assert_eq!(run(&[&x]), (Record, Some(Reason::FirstRecording), 1.0));
+    assert_eq!(run(&[&x, &y]), (Record, count, 11.0));
+    assert_eq!(run(&[&x, &y, &z]), (Record, count, 11.0));
+    for _ in 0..2 {
+        assert_eq!(run(&[&x, &y, &z]), (Replay, None, 11.0));
+        assert_eq!(run(&[&x]), (Replay, None, 1.0));
+        assert_eq!(run(&[&x, &y]), (Replay, None, 11.0));
+    }
+    let copied: Vec<usize> = rig
+        .trees
+        .view()
+        .nodes
+        .iter()
+        .map(|n| n.inputs.len())
+        .collect();
+    assert_eq!(copied, [1, 2, 3]);
+    assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 4);
+    drop((f, x, y, z));
+    rig.finish();
+}
+
+fn a_declared_number_of_inputs<D: Device>(rig: Rig<D>) {
+    let w = rig.floats(&[0.5]);
+    let spec = FunctionSpec::new("f").inputs(2).bind(1, &w);
+    let (f, calls) = rig.counted(spec, |k, rec, inputs| {
+        Ok(vec![k.sum(rec, inputs.get(0)?, inputs.get(1)?)?])
+    });
+    let (x, y) = (rig.floats(&[1.0]), rig.floats(&[2.0]));
+    let refused = |args: &mut [Arg<'_, D>]| {
+        let step = rig.trees.step();
+        let error = rig
+            .trees
+            .run(&f, &step, &[], &rig.stream, args)
+            .unwrap_err();
+        let passed = args.len();
+        let words = format!(
+            "the run passes {passed} inputs and 1 are bound, {} in all; the function is declared to take 2",
+            passed + 1
+        );
+        assert!(
+            matches!(&error, Error::Inputs { function, detail } if &**function == "f" && *detail == words),
+            "{error}"
+        );
+    };
+    for (n, phase) in [Warmup, Record, Replay, Replay].into_iter().enumerate() {
+        // Before its first run, before its recording, and beside it.
+        refused(&mut []);
+        let mut args = [lend(&x), give(y.clone())];
+        refused(&mut args);
+        assert!(args[1].is_given(), "it is the caller's still");
+        let step = rig.trees.step();
+        let (ran, out) = rig.phased(&f, &step, &x);
+        assert_eq!((ran, rig.read(&out)), (phase, vec![1.5]), "run {n}");
+    }
+    assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 2);
+    let counts = rig.trees.counts();
+    assert_eq!(
+        (counts.warmups, counts.recordings, counts.replays),
+        (1, 1, 2)
+    );
+    // Inside of a capture, too, which goes on.
+    let mut graph = Graph::new(&rig.allocator);
+    let options = cudagraph_trees::CaptureOptions {
+        mode: CaptureMode::ThreadLocal,
+        ..Default::default()
+    };
+    let capture = graph.capture_with(&rig.stream, options).unwrap();
+    refused(&mut [lend(&x), lend(&y)]);
+    let step = rig.trees.step();
+    let out = rig.one(&f, &step, &y);
+    capture.end().unwrap();
+    graph.replay(&rig.stream).unwrap();
+    assert_eq!(rig.read(&out), [2.5]);
+    // A declaration that contradicts itself.
+    let specs = [
+        FunctionSpec::new("g").inputs(2).static_input(2),
+        FunctionSpec::new("g").inputs(1).mutates(3),
+        FunctionSpec::new("g").inputs(0).bind(0, &w),
+    ];
+    for spec in specs {
+        let error = rig.trees.register(spec, |_, _| Ok(vec![])).unwrap_err();
+        assert!(
+            matches!(&error, Error::Inputs { detail, .. } if detail.contains("inputs in all")),
+            "{error}"
+        );
+    }
+    drop((out, step, graph, f, w, x, y));
     rig.finish();
 }

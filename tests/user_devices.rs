@@ -352,6 +352,14 @@ fn t4_14_a_stream_of_another_device_is_refused() {
     let restored = pool.restore(&theirs.stream, &kept, &[], Unclaimed::Free);
     refused(restored.map(drop));
     refused(x.record_stream(&theirs.stream));
+    let block = pool.alloc(&ours.stream, 64).unwrap();
+    let freed = pool.free_at(&theirs.stream, block.ptr().unwrap());
+    refused(freed.map(drop));
+    // Nothing was freed, so its owner still can be taken for it.
+    assert_eq!(pool.stats().live_blocks.current, 1);
+    assert!(pool.free_at(&ours.stream, block.ptr().unwrap()).unwrap());
+    assert_eq!(pool.stats().live_blocks.current, 0);
+    drop(block);
     let captured = Graph::new(&ours.allocator)
         .capture(&theirs.stream)
         .map(drop);

@@ -157,14 +157,18 @@ impl<D: Device> PoolHandle<D> {
         ))
     }
 
-    /// Frees the live block that starts at `ptr`, whoever owned it. False where there is none.
-    pub fn free_at(&self, stream: &D::Stream, ptr: DevicePtr) -> bool {
+    /// Frees the live block that starts at `ptr`, in order on `stream`, whoever owned it. False where there is none.
+    ///
+    /// # Errors
+    /// [`Error::ForeignStream`](crate::Error::ForeignStream), with nothing freed.
+    pub fn free_at(&self, stream: &D::Stream, ptr: DevicePtr) -> Result<bool> {
+        self.shared.refuse_stream(stream)?;
         let mut books = self.shared.books();
         let Some(block) = books.pools[self.key].pool.find(ptr.0) else {
-            return false;
+            return Ok(false);
         };
         books.free(&self.shared.device, self.key, block, Some(stream), 0);
-        true
+        Ok(true)
     }
 
     /// Keeps the pool's state as it is now. Costs about a microsecond for ten thousand blocks, besides the list of owners.

@@ -10,6 +10,7 @@
 //! * **Memory** is virtual (`cuMemMap`), so it may come and go during a capture and under graphs, and the driver can export its chunks as file
 //!   descriptors where the device supports that. Or it is plain (`cuMemAlloc`), by choice ([`CudaOptions`]) and on devices without virtual memory:
 //!   see [`CudaMemory::Plain`] for what that changes.
+//! * **Pinned memory** is `cuMemHostAlloc`'s: page-locked, cached by the processor, reached by copies ([`CudaPinned`]). To free it waits for the work of all streams.
 //! * **Kernels** are compiled by NVRTC from [`Kernel::cuda`](super::Kernel), for the device at hand and with arithmetic as written, or
 //!   loaded from PTX ([`CudaDevice::load_ptx`]) or machine code ([`CudaDevice::load_image`]). They stay as long as the device.
 //!   NVRTC is looked for in the folder that the variable [`NVRTC_VARIABLE`] names, in toolkits, and where libraries are.
@@ -36,13 +37,17 @@ mod captures;
 mod codes;
 mod conditional;
 mod cublas;
+mod dot;
 mod driver;
+mod event;
+mod fill;
 mod gather;
 mod graph;
 mod inner;
 mod memory;
 mod module;
 mod nvrtc;
+mod pinned;
 mod ptx;
 mod quiesce;
 mod stream;
@@ -67,6 +72,7 @@ use self::memory::Source;
 pub use self::module::CudaFunction;
 use self::module::Origin;
 pub use self::nvrtc::NVRTC_VARIABLE;
+pub use self::pinned::CudaPinned;
 pub use self::stream::{CudaEvent, CudaStream};
 pub use self::typed::{TypedView, TypedViewMut};
 pub use self::unavailable::{CudaUnavailable, Probe, probe};

@@ -13,14 +13,19 @@ pub enum Call {
     Release,
     Map,
     Unmap,
+    AllocPinned,
     CreateStream,
     Synchronize,
     SynchronizeDevice,
     Quiesce,
     Query,
     CreateEvent,
+    CreateTimedEvent,
     Record,
     Wait,
+    RecordExternal,
+    WaitExternal,
+    Elapsed,
     QueryEvent,
     PollEvent,
     SynchronizeEvent,
@@ -28,16 +33,21 @@ pub enum Call {
     Launch,
     Copy,
     Fill,
+    FillPattern,
     Write,
     Read,
+    CopyFromPinned,
+    CopyToPinned,
     Gather,
     BeginCapture,
     ExchangeCaptureMode,
     CaptureStatus,
+    CaptureId,
     EndCapture,
     BeginIf,
     EndIf,
     GraphInfo,
+    GraphDot,
     Instantiate,
     LaunchGraph,
     /// A driver call outside the trait, by the driver's name for it.
@@ -53,6 +63,8 @@ pub enum Code {
     NotInitialized,
     NoDevice,
     InvalidContext,
+    OperatingSystem,
+    InvalidHandle,
     IllegalState,
     NotFound,
     NotReady,
@@ -82,6 +94,8 @@ impl Code {
             Code::NotInitialized => 3,
             Code::NoDevice => 100,
             Code::InvalidContext => 201,
+            Code::OperatingSystem => 304,
+            Code::InvalidHandle => 400,
             Code::IllegalState => 401,
             Code::NotFound => 500,
             Code::NotReady => 600,
@@ -113,9 +127,9 @@ pub struct DeviceError {
     pub detail: String,
     /// What work in flight did wrong, where that is the cause.
     pub fault: Option<Box<Fault>>,
-    /// Which operation of a capture it was, from 1: counted are the launches, copies, fills, gathers and ifs that the capture has been given through
-    /// this device, on whichever of its streams, those of the ifs' bodies included (of a tree's recording, the gather of its copied inputs is the first),
-    /// and every other call on those streams that was refused. `None` for a call that is none of a capture's.
+    /// Which operation of a capture it was, from 1: counted are the launches, copies, fills, gathers, ifs, external records and external waits that the capture has been given
+    /// through this device, on whichever of its streams, those of the ifs' bodies included (of a tree's recording, the gather of its copied inputs is the first), and every other
+    /// call on those streams that was refused. `None` for a call that is none of a capture's.
     pub position: Option<u64>,
     /// For an error that comes of a capture's being broken: the refusal that broke it, if that went through this device.
     pub first: Option<Box<DeviceError>>,
@@ -205,6 +219,7 @@ pub struct Fault {
     pub kernel: String,
     /// The first address that it may not touch, as `S<k>+<offset>` in bytes, where `S<k>` is the `k`-th range that was
     /// mapped (from 0); `R<k>+<offset>` in the `k`-th reservation where nothing is mapped, and the number itself outside of any.
+    /// `H<k>+<offset>` in the `k`-th allocation of pinned host memory.
     /// For faults that are about no address: which argument, or what the panic said.
     pub address: String,
     /// How many bytes it wanted from there on.
@@ -247,6 +262,37 @@ impl fmt::Display for Fault {
             "{} touched {} B at {}: {why}",
             self.kernel, self.bytes, self.address
         )
+    }
+}
+
+/// Why an event has no time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EventState {
+    Untimed,
+    Never,
+    Captured,
+    Pending,
+}
+
+impl EventState {
+    /// The error of [`elapsed`](super::Device::elapsed) for its `start` or `end`.
+    pub(crate) fn no_time(self, which: &str) -> DeviceError {
+        let (code, why) = match self {
+            EventState::Untimed => (
+                Code::InvalidHandle,
+                "was made without timing; make it with create_timed_event",
+            ),
+            EventState::Never => (Code::InvalidHandle, "was never recorded; record it first"),
+            EventState::Captured => (
+                Code::InvalidValue,
+                "was last recorded in a capture, which runs nothing; record it there with record_external, and launch the graph",
+            ),
+            EventState::Pending => (
+                Code::NotReady,
+                "is not reached yet; wait for it with synchronize_event",
+            ),
+        };
+        DeviceError::new(Call::Elapsed, code, format!("the {which} event {why}"))
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
-    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
+    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Pattern, Result,
 };
 
 /// A device whose n-th call of a kind fails, for tests of what then becomes of everything else.
@@ -147,6 +147,7 @@ impl<D: Device> Device for Faulty<D> {
     type Function = D::Function;
     type Graph = D::Graph;
     type Exec = D::Exec;
+    type Pinned = D::Pinned;
 
     fn info(&self) -> DeviceInfo {
         self.device.info()
@@ -211,14 +212,19 @@ impl<D: Device> Device for Faulty<D> {
         Release: fn release(ptr: DevicePtr, bytes: u64) -> ();
         Map: fn map(ptr: DevicePtr, bytes: u64) -> ();
         Unmap: fn unmap(ptr: DevicePtr, bytes: u64) -> ();
+        AllocPinned: fn alloc_pinned(bytes: u64) -> D::Pinned;
         CreateStream: fn create_stream() -> D::Stream;
         Synchronize on stream: fn synchronize(stream: &D::Stream) -> ();
         SynchronizeDevice: fn synchronize_device() -> ();
         Quiesce: fn quiesce() -> ();
         Query on stream: fn query(stream: &D::Stream) -> bool;
         CreateEvent: fn create_event() -> D::Event;
+        CreateTimedEvent: fn create_timed_event() -> D::Event;
         Record on stream: fn record(event: &D::Event, stream: &D::Stream) -> ();
         Wait on stream: fn wait(stream: &D::Stream, event: &D::Event) -> ();
+        RecordExternal on stream: fn record_external(event: &D::Event, stream: &D::Stream) -> ();
+        WaitExternal on stream: fn wait_external(stream: &D::Stream, event: &D::Event) -> ();
+        Elapsed: fn elapsed(start: &D::Event, end: &D::Event) -> f32;
         QueryEvent: fn query_event(event: &D::Event) -> bool;
         PollEvent: fn poll_event(event: &D::Event) -> bool;
         SynchronizeEvent: fn synchronize_event(event: &D::Event) -> ();
@@ -226,14 +232,19 @@ impl<D: Device> Device for Faulty<D> {
         Launch on stream: fn launch(stream: &D::Stream, function: &D::Function, config: LaunchConfig, args: &[KernelArg]) -> ();
         Copy on stream: fn copy(stream: &D::Stream, dst: DevicePtr, src: DevicePtr, bytes: u64) -> ();
         Fill on stream: fn fill(stream: &D::Stream, dst: DevicePtr, value: u8, bytes: u64) -> ();
+        FillPattern on stream: fn fill_pattern(stream: &D::Stream, dst: DevicePtr, pattern: Pattern, bytes: u64) -> ();
         Write on stream: fn write(stream: &D::Stream, dst: DevicePtr, src: &[u8]) -> ();
         Read on stream: fn read(stream: &D::Stream, dst: &mut [u8], src: DevicePtr) -> ();
+        CopyFromPinned on stream: fn copy_from_pinned(stream: &D::Stream, dst: DevicePtr, src: &D::Pinned, offset: u64, bytes: u64) -> ();
+        CopyToPinned on stream: fn copy_to_pinned(stream: &D::Stream, dst: &D::Pinned, offset: u64, src: DevicePtr, bytes: u64) -> ();
         Gather on stream: fn gather(stream: &D::Stream, slots: &[GatherSlot], sources: &[DevicePtr]) -> ();
         BeginCapture on stream: fn begin_capture(stream: &D::Stream, mode: CaptureMode) -> ();
         BeginIf on stream: fn begin_if(stream: &D::Stream, predicate: DevicePtr, body: &D::Stream) -> ();
         ExchangeCaptureMode: fn exchange_capture_mode(mode: CaptureMode) -> CaptureMode;
         CaptureStatus on stream: fn capture_status(stream: &D::Stream) -> CaptureStatus;
+        CaptureId on stream: fn capture_id(stream: &D::Stream) -> Option<u64>;
         GraphInfo: fn graph_info(graph: &D::Graph) -> GraphInfo;
+        GraphDot: fn graph_dot(graph: &D::Graph) -> String;
         Instantiate: fn instantiate(graph: &D::Graph) -> D::Exec;
         LaunchGraph on stream: fn launch_graph(exec: &D::Exec, stream: &D::Stream, sources: &[DevicePtr]) -> ();
     }

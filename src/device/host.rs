@@ -2,10 +2,11 @@
 //!
 //! * **Memory** is mapped under reserved addresses, and sparse. What was never written reads as `0xCD`; what died and was made
 //!   live again reads as `0xDB` until it is written. Touching memory that is not mapped or not live is a fault, which names the
-//!   kernel and the place.
+//!   kernel and the place. So is a copy that touches pinned host memory which is freed or dead.
 //! * **Work** runs when somebody waits (or asks: each query makes a step), in an order drawn from the seed among all streams,
 //!   and among the branches of a graph. The same calls with the same seed run in the same order. Queues have no
 //!   bound, so whoever launches forever must wait now and then.
+//! * **Time** is the device's own: a microsecond for each piece of work, so the same schedule takes the same time.
 //! * **Captures** follow the rules that the driver of an H200 gave, code for code. An if's predicate is read when its node runs; a body that
 //!   does not run is skipped with its marks.
 //! * **Faults are sticky**, as on a GPU, where they cost the context: what is queued never runs (marks are still applied), and
@@ -19,6 +20,7 @@ mod conditional;
 mod contents;
 mod context;
 mod device;
+mod dot;
 mod driver;
 mod gate;
 mod graph;
@@ -26,6 +28,7 @@ mod handles;
 mod liveness;
 mod mapping;
 mod memory;
+mod pinned;
 mod rules;
 mod schedule;
 mod state;
@@ -36,11 +39,12 @@ use std::fmt;
 use std::sync::{Arc, PoisonError};
 
 use self::gate::Gate;
-use self::handles::StreamHandle;
+use self::handles::{EventRef, StreamHandle};
 pub use self::handles::{HostEvent, HostExec, HostFunction, HostGraph, HostStream};
 use self::memory::Memory;
+pub use self::pinned::HostPinned;
 use self::state::State;
-use self::stream::{Record, StreamKey};
+use self::stream::{Event, Record, StreamKey};
 pub use self::work::HostBuffer;
 use super::{Call, Code, DeviceError, Fault, Result};
 use crate::sync::{Mutex, MutexGuard};
@@ -54,6 +58,13 @@ struct Inner {
     granularity: u64,
     /// Whether memory has owners: without, marks do nothing.
     ownership: bool,
+    pinned: pinned::Counts,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostDevice(seed {})", self.seed)
+    }
 }
 
 /// A device made of host memory; see the [module](self). Clones are the same device.
@@ -86,6 +97,8 @@ pub struct HostCounts {
     pub mapped_ranges: usize,
     /// Ranges of addresses reserved.
     pub reserved_ranges: usize,
+    /// Bytes of pinned host memory allocated.
+    pub pinned_bytes: u64,
     /// Streams that are alive or have work queued, the default stream not included.
     pub streams: usize,
     /// Events alive.
@@ -170,6 +183,7 @@ impl HostBuilder {
                 seed,
                 granularity,
                 ownership,
+                pinned: pinned::Counts::default(),
             }),
         }
     }
@@ -183,7 +197,7 @@ impl Default for HostDevice {
 
 impl fmt::Debug for HostDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostDevice(seed {})", self.inner.seed)
+        self.inner.fmt(f)
     }
 }
 
@@ -225,6 +239,7 @@ impl HostDevice {
             mapped_bytes: state.world.memory.mapped_bytes(),
             mapped_ranges: state.world.memory.mapped_ranges(),
             reserved_ranges: state.world.memory.reserved_ranges(),
+            pinned_bytes: self.inner.pinned.bytes(),
             streams: state.streams.len() - 1,
             events: state.events.len(),
             captures: state.captures.len(),
@@ -302,6 +317,19 @@ impl HostDevice {
         }))
     }
 
+    fn new_event(&self, call: Call, timed: bool) -> Result<HostEvent> {
+        let event = Event {
+            last: Record::Never,
+            timed,
+            time: None,
+        };
+        let key = self.enter(call)?.events.insert(event);
+        Ok(HostEvent {
+            device: self.inner.clone(),
+            held: Arc::new(EventRef(key, self.inner.gate.clone())),
+        })
+    }
+
     fn new_stream(&self, call: Call, blocking: bool) -> Result<HostStream> {
         let (key, id) = self.enter(call)?.open_stream(blocking);
         Ok(self.stream_handle(key, id))
@@ -315,7 +343,7 @@ impl HostDevice {
     ) -> Result<(MutexGuard<'_, State>, Record)> {
         self.check_ours(call, "event", &event.device)?;
         let mut state = self.enter(call)?;
-        let record = state.events[event.key].clone();
+        let record = state.events[event.key()].last.clone();
         state.refuse_captured(call, &record)?;
         state.refuse_unsafe(call)?;
         Ok((state, record))

@@ -28,10 +28,20 @@ enum Kind {
 
 fn kind(call: Call) -> Kind {
     match call {
-        Call::Launch | Call::Copy | Call::Fill | Call::Gather | Call::BeginIf | Call::Driver(_) => {
-            Kind::Work
+        Call::Launch
+        | Call::Copy
+        | Call::Fill
+        | Call::FillPattern
+        | Call::CopyFromPinned
+        | Call::CopyToPinned
+        | Call::Gather
+        | Call::BeginIf
+        | Call::RecordExternal
+        | Call::WaitExternal
+        | Call::Driver(_) => Kind::Work,
+        Call::BeginCapture | Call::CaptureStatus | Call::CaptureId | Call::EndCapture => {
+            Kind::Whole
         }
-        Call::BeginCapture | Call::CaptureStatus | Call::EndCapture => Kind::Whole,
         _ => Kind::Refused,
     }
 }

@@ -16,14 +16,14 @@ pub struct Stat {
 impl Stat {
     /// Adds by an allocation.
     #[inline]
-    pub(super) fn gain(&mut self, by: u64) {
+    pub(crate) fn gain(&mut self, by: u64) {
         self.allocated = self.allocated.wrapping_add(by);
         self.reach(self.current + by);
     }
 
     /// Takes away by a free.
     #[inline]
-    pub(super) fn lose(&mut self, by: u64) {
+    pub(crate) fn lose(&mut self, by: u64) {
         self.freed = self.freed.wrapping_add(by);
         self.current -= by;
     }

@@ -5,9 +5,10 @@ use std::panic::Location;
 use std::sync::{Arc, Weak};
 
 use super::{Storage, StorageId};
-use crate::allocator::refuse_tensor;
+use crate::allocator::{PinnedBuffer, refuse_tensor};
 use crate::device::{Device, DevicePtr};
 use crate::error::{Error, Result};
+use crate::sync::MutexGuard;
 
 /// A handle on a range of bytes in device memory.
 ///
@@ -106,6 +107,14 @@ impl<D: Device> Tensor<D> {
         range.at = self.place(offset);
         (range.bytes, range.made_at) = (bytes, made_at);
         range
+    }
+
+    /// Whether the other is a handle on the same storage.
+    pub(crate) fn is_same_storage(&self, other: &Self) -> bool {
+        match (&self.storage, &other.storage) {
+            (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+            _ => false,
+        }
     }
 
     pub(crate) fn made_at(&self) -> &'static Location<'static> {
@@ -298,9 +307,78 @@ impl<D: Device> Tensor<D> {
         Ok(())
     }
 
+    /// Copies bytes of a pinned buffer, from `offset` of it, over the whole range, in stream order; waits for nothing. They are read when the work runs, and stay until then: see
+    /// [`PinnedBuffer`]. On a stream that captures, the copy is the graph's, and reads the buffer at each launch.
+    ///
+    /// What another thread's run may do meanwhile is as for [`write`](Tensor::write).
+    ///
+    /// # Errors
+    /// [`Error::View`] where the bytes do not lie in the buffer; [`Error::Stale`]; [`Error::ForeignTensor`], [`Error::ForeignStream`] where tensor or stream are not of the buffer's
+    /// device; the device's own.
+    pub fn copy_from_pinned(
+        &self,
+        stream: &D::Stream,
+        src: &PinnedBuffer<D>,
+        offset: u64,
+    ) -> Result<()> {
+        let device = src.device();
+        let _stays = self.begin_copy(device, stream)?;
+        let dst = self.address();
+        src.enqueue(stream, (offset, self.bytes), false, |memory| {
+            device.copy_from_pinned(stream, dst, memory, offset, self.bytes)
+        })
+    }
+
+    /// Copies the range to a pinned buffer, to `offset` of it, in stream order; waits for nothing. [`PinnedBuffer::read`] does. On a stream that captures, the copy is the graph's, and
+    /// writes the buffer at each launch.
+    ///
+    /// # Errors
+    /// As [`copy_from_pinned`](Tensor::copy_from_pinned).
+    pub fn copy_to_pinned(
+        &self,
+        stream: &D::Stream,
+        dst: &PinnedBuffer<D>,
+        offset: u64,
+    ) -> Result<()> {
+        let device = dst.device();
+        let _stays = self.begin_copy(device, stream)?;
+        let src = self.address();
+        dst.enqueue(stream, (offset, self.bytes), true, |memory| {
+            device.copy_to_pinned(stream, memory, offset, src, self.bytes)
+        })
+    }
+
+    /// Before the tensor is used in work that is enqueued as long as the guard is held.
+    pub(crate) fn begin_copy(
+        &self,
+        device: &D,
+        stream: &D::Stream,
+    ) -> Result<Option<MutexGuard<'_, ()>>> {
+        self.check_on(device)?;
+        // Of a storage that may move, this thread's check and its work are one step for the thread that moves it.
+        let storage = self.storage.as_ref().filter(|s| !s.never_moves());
+        let stays = storage.map(|s| s.stay());
+        self.check()?;
+        if !device.owns(stream) {
+            return Err(Error::ForeignStream);
+        }
+        self.await_copy(device, stream)?;
+        Ok(stays)
+    }
+
     /// Refuses another device than its own.
     fn check_on(&self, device: &D) -> Result<()> {
         refuse_tensor(device, self, || "the tensor".into())
+    }
+
+    /// Whether it is current, and lies where it was made: nothing is to be waited for.
+    #[inline]
+    pub(crate) fn is_settled(&self) -> bool {
+        self.stamp == ETERNAL
+            || self
+                .storage
+                .as_ref()
+                .is_none_or(|s| s.stamp() == self.stamp && !s.has_moved())
     }
 
     /// Makes a stream wait for the copy by which an output of an ended step was kept, if it was.

@@ -96,6 +96,7 @@ impl Word {
         .is_some()
     }
 
+    #[inline]
     pub(super) fn release(&self, stamp: u64) -> Release {
         let before = self.update(|w| {
             let owners = w & OWNERS;
@@ -125,6 +126,7 @@ impl Word {
     }
 
     /// Waits while another thread is clearing up. That thread takes no lock that a caller of this may hold.
+    #[inline]
     pub(super) fn settled(&self) -> u64 {
         let mut spins = 0u32;
         loop {
@@ -142,6 +144,7 @@ impl Word {
     }
 
     /// The next generation with so many owners, owning no block.
+    #[inline]
     pub(super) fn hand_out(&self, owners: u64) {
         let w = self.settled();
         let stamp = (w >> STAMP) + 1;

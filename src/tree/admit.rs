@@ -153,7 +153,7 @@ pub(super) fn differences<D: Device>(
 }
 
 #[inline(always)] // the loop over static inputs is what a replay with many costs
-fn compare<D: Device>(
+pub(super) fn compare<D: Device>(
     index: usize,
     spec: &InputSpec<D>,
     arg: &Arg<'_, D>,
@@ -231,11 +231,7 @@ fn moved_static<D: Device>(input: usize, recorded: DevicePtr, tensor: &Tensor<D>
 
 #[inline]
 fn liveness<D: Device>(node: &Node<D>, args: &[Arg<'_, D>]) -> Result<(), Mismatch> {
-    if node
-        .must_be_dead
-        .iter()
-        .any(|d| d.live.word(d.word) & d.bits != 0)
-    {
+    if writes_over_held(node) {
         return Err(Mismatch::Held);
     }
     for consumed in &node.consumed {
@@ -244,4 +240,12 @@ fn liveness<D: Device>(node: &Node<D>, args: &[Arg<'_, D>]) -> Result<(), Mismat
         }
     }
     Ok(())
+}
+
+/// Whether an ancestor's output is held whose memory the graph may write.
+#[inline(always)]
+pub(super) fn writes_over_held<D: Device>(node: &Node<D>) -> bool {
+    node.must_be_dead
+        .iter()
+        .any(|d| d.live.word(d.word) & d.bits != 0)
 }

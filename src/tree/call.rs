@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 use super::args::{Arg, Inputs, Slot, Value};
 use super::function::{Body, Bound, BoundInput, FunctionState};
 use super::node::{InputSpec, OutputSpec};
+use super::path::is_on_path;
 use super::recorder::{Recorder, Said};
 use super::{Inner, State};
 use crate::allocator::{Born, PoolHandle, refuse_tensor};
@@ -651,11 +652,7 @@ impl<D: Device> State<D> {
 
     /// Whether a storage is an output of a run on the path.
     pub(super) fn on_path(&self, storage: &Storage<D>) -> bool {
-        storage.home().is_some_and(|home| {
-            self.path
-                .iter()
-                .any(|entry| Arc::ptr_eq(self.live_of(entry), &home.live))
-        })
+        is_on_path(&self.nodes, &self.path, storage)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::function::Function;
-use super::{Advice, Budget, FunctionReport, GraphTrees, OnOverwrite, ReasonKind};
+use super::{Advice, Budget, FunctionReport, GraphTrees, NodeId, OnOverwrite, ReasonKind};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::sync::{lock, raise};
@@ -45,6 +45,30 @@ impl<D: Device> GraphTrees<D> {
     /// What happens from now on to outputs that are held when their generation ends.
     pub fn on_overwrite(&self, policy: OnOverwrite) {
         lock(&self.inner.state).on_overwrite = policy;
+    }
+
+    /// Whether recordings that are made from now on keep their graph's template beside the executable, for [`debug_dump`](GraphTrees::debug_dump). At first they do
+    /// not: it takes memory of the host's, of which no budget knows.
+    pub fn keep_templates(&self, keep: bool) {
+        lock(&self.inner.state).keeps_templates = keep;
+    }
+
+    /// The picture of one recording's graph, in the DOT language: the driver's on CUDA, with all it knows of each graph node. See [`Device::graph_dot`]. Which node a
+    /// run was, its [`Outputs`](crate::Outputs::node) say; of the tree itself, [`picture`](GraphTrees::picture) and [`tree_dot`](crate::inspect::tree_dot) are pictures.
+    ///
+    /// # Errors
+    /// [`Error::UnknownNode`]; [`Error::TemplateNotKept`]; the device's.
+    pub fn debug_dump(&self, node: NodeId) -> Result<String> {
+        let template = {
+            let state = lock(&self.inner.state);
+            let node = state
+                .nodes
+                .values()
+                .find(|n| n.id == node)
+                .ok_or(Error::UnknownNode(node))?;
+            node.graph.template.clone().ok_or(Error::TemplateNotKept)?
+        };
+        Ok(self.inner.allocator.device().graph_dot(&template)?)
     }
 
     /// Makes runs for these kinds of reasons errors ([`Error::Refused`]), in place of the kinds before: [`ReasonKind::EAGER`] for no fallbacks, with the

@@ -8,6 +8,7 @@ use std::sync::{Arc, Weak};
 use smallvec::SmallVec;
 
 use super::args::{BodyResult, Inputs, Value};
+use super::call::inputs_error;
 use super::policy::{Limits, MovePolicy};
 use super::reason::ReasonKind;
 use super::recorder::Recorder;
@@ -37,6 +38,8 @@ pub struct FunctionSpec<D: Device> {
 /// What a function declares besides its inputs.
 #[derive(Clone, Debug)]
 pub(super) struct Settings {
+    /// How many inputs it takes, bound ones included, if that is declared.
+    pub(super) inputs: Option<usize>,
     /// Positions that it writes to, sorted.
     pub(super) mutates: Vec<usize>,
     /// Addresses of static inputs that are used in place are multiples of this.
@@ -85,6 +88,7 @@ impl Keys {
 impl Default for Settings {
     fn default() -> Self {
         Settings {
+            inputs: None,
             mutates: Vec::new(),
             align: 1,
             limits: Limits::default(),
@@ -113,6 +117,16 @@ impl<D: Device> FunctionSpec<D> {
             skip_warmup: false,
             settings: Settings::default(),
         }
+    }
+
+    /// The function takes so many inputs, bound ones included: a call with more or fewer is [`Error::Inputs`].
+    ///
+    /// Without, how many inputs there are is part of what a recording fits, like their lengths: a call with another number is recorded anew, beside. What the closure does not
+    /// look at is copied in all the same.
+    #[must_use]
+    pub fn inputs(mut self, count: usize) -> Self {
+        self.settings.inputs = Some(count);
+        self
     }
 
     /// The input at `position` keeps its address from call to call; it is never copied, and another address is another recording (or what
@@ -308,24 +322,25 @@ impl fmt::Debug for Function {
     }
 }
 
-/// A function as the tree keeps it.
+/// A function as the tree keeps it. What a replay touches comes first.
+#[repr(C)]
 pub(super) struct FunctionState<D: Device> {
+    pub(super) variants: Vec<Variant>,
+    /// Bound at registration, by position, sorted.
+    pub(super) bound: Vec<(usize, Bound<D>)>,
+    /// Its runs that were replays.
+    pub(super) replays: u64,
+    /// Raised by the death of a bound storage.
+    pub(super) bound_died: Arc<AtomicBool>,
     pub(super) number: u32,
     pub(super) name: Arc<str>,
     pub(super) body: Body<D>,
     /// Declared static, by position, sorted, and where.
     pub(super) statics: Vec<(usize, &'static Location<'static>)>,
-    /// Bound at registration, by position, sorted.
-    pub(super) bound: Vec<(usize, Bound<D>)>,
-    /// Raised by the death of a bound storage.
-    pub(super) bound_died: Arc<AtomicBool>,
     pub(super) skip_warmup: bool,
-    pub(super) variants: Vec<Variant>,
     pub(super) settings: Settings,
     /// Recordings of it that are there.
     pub(super) recordings: usize,
-    /// Its runs that were replays.
-    pub(super) replays: u64,
     /// How often each kind of reason was the answer.
     pub(super) reasons: [u64; ReasonKind::ALL.len()],
     /// The kinds that advice was given for.
@@ -340,19 +355,20 @@ impl<D: Device> std::ops::Deref for FunctionState<D> {
     }
 }
 
-/// One key of a function.
+/// One key of a function. What a replay touches comes first.
+#[repr(C)]
 pub(super) struct Variant {
     pub(super) key: Key,
-    /// Why it is never captured, if it is not.
-    pub(super) never: Option<Never>,
+    /// Its recordings on the empty path, in order of creation.
+    pub(super) roots: SmallVec<[NodeKey; 2]>,
     /// It has been warmed up, or need not be.
     pub(super) warm: bool,
+    /// Why it is never captured, if it is not.
+    pub(super) never: Option<Never>,
     /// Captures of it that failed since the last that did not.
     pub(super) failures: u32,
     /// Calls that are answered eagerly before the next capture is tried.
     pub(super) pause: u64,
-    /// Its recordings on the empty path, in order of creation.
-    pub(super) roots: SmallVec<[NodeKey; 2]>,
 }
 
 /// Why a key is never captured.
@@ -378,6 +394,11 @@ impl Variant {
         } else {
             (1 << (self.failures - 1)) - 1
         };
+    }
+
+    /// Whether its recordings are replayed where they fit.
+    pub(super) fn replays(&self) -> bool {
+        self.warm && self.never.is_none()
     }
 
     /// A capture succeeded.
@@ -423,8 +444,24 @@ impl<D: Device> FunctionState<D> {
         self.variants.iter().position(|v| v.key.as_slice() == key)
     }
 
+    /// Refuses a call with another number of inputs than is declared. Asked of calls that are no replays: what is recorded has the right number.
+    #[cold]
+    pub(super) fn takes(&self, passed: usize) -> Result<()> {
+        let (bound, total) = (self.bound.len(), passed + self.bound.len());
+        match self.settings.inputs {
+            Some(declared) if declared != total => {
+                let detail = format!(
+                    "the run passes {passed} inputs and {bound} are bound, {total} in all; the function is declared to take {declared}"
+                );
+                Err(inputs_error(&self.name, detail))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses a key's first run where a position is declared that it does not have: a slip there would be a lost write, or a copy where none was wanted.
     pub(super) fn all_declared_fit(&self, passed: usize) -> Result<()> {
+        self.takes(passed)?;
         let total = passed + self.bound.len();
         let statics = self
             .statics
@@ -434,12 +471,10 @@ impl<D: Device> FunctionState<D> {
         let Some((position, what)) = statics.chain(written).find(|(p, _)| *p >= total) else {
             return Ok(());
         };
-        Err(Error::Inputs {
-            function: self.name.clone(),
-            detail: format!(
-                "input {position} is declared {what}, and the run has {total} inputs, bound ones included; positions count from 0"
-            ),
-        })
+        let detail = format!(
+            "input {position} is declared {what}, and the run has {total} inputs, bound ones included; positions count from 0"
+        );
+        Err(inputs_error(&self.name, detail))
     }
 
     /// A variant for a key that has none yet.
@@ -458,7 +493,7 @@ impl<D: Device> FunctionState<D> {
     /// Whether a bound storage died.
     #[inline(always)] // on the path of every replay
     pub(super) fn lost_bound(&self) -> bool {
-        self.bound_died.load(Ordering::Acquire)
+        !self.bound.is_empty() && self.bound_died.load(Ordering::Acquire)
     }
 
     /// The error for it. The bound tensors are held by the caller, who drops them without the lock.

@@ -12,17 +12,18 @@ use crate::sync::{AtomicU64, Mutex, lock};
 /// Generations that are open at once before the list is needed. (A model has few, so that they come to need it.)
 pub(super) const RING: u64 = if cfg!(loom) { 2 } else { 64 };
 
-/// The generations of one tree.
+/// The generations of one tree. What each step touches lies together, beside the count of its handles.
+#[repr(C)]
 pub(super) struct Generations {
+    next: AtomicU64,
+    /// How many tokens were dropped: a run looks at the path only when this has changed.
+    ended: AtomicU64,
+    /// How many are listed.
+    listed_len: AtomicU64,
     /// At `g % RING`: `g + 1` while `g` is open and has its place here, else 0.
     ring: [AtomicU64; RING as usize],
     /// Open generations whose place in the ring was taken.
     listed: Mutex<Vec<u64>>,
-    /// How many are listed.
-    listed_len: AtomicU64,
-    next: AtomicU64,
-    /// How many tokens were dropped: a run looks at the path only when this has changed.
-    ended: AtomicU64,
 }
 
 impl Generations {
@@ -51,6 +52,7 @@ impl Generations {
                 && lock(&self.listed).contains(&generation))
     }
 
+    #[inline]
     pub(super) fn open(self: &Arc<Self>) -> Step {
         let generation = self.next.fetch_add(1, Ordering::Relaxed);
         let place = self.place(generation);
@@ -58,10 +60,7 @@ impl Generations {
             .compare_exchange(0, generation + 1, Ordering::AcqRel, Ordering::Relaxed)
             .is_err()
         {
-            let mut listed = lock(&self.listed);
-            listed.push(generation);
-            self.listed_len
-                .store(listed.len() as u64, Ordering::Release);
+            self.list(|listed| listed.push(generation));
         }
         Step {
             generations: self.clone(),
@@ -69,16 +68,22 @@ impl Generations {
         }
     }
 
+    #[cold]
+    fn list(&self, change: impl FnOnce(&mut Vec<u64>)) {
+        let mut listed = lock(&self.listed);
+        change(&mut listed);
+        self.listed_len
+            .store(listed.len() as u64, Ordering::Release);
+    }
+
+    #[inline]
     fn end(&self, generation: u64) {
         let place = self.place(generation);
         // Nobody else writes a place that holds this generation.
         if place.load(Ordering::Relaxed) == generation + 1 {
             place.store(0, Ordering::Release);
         } else {
-            let mut listed = lock(&self.listed);
-            listed.retain(|g| *g != generation);
-            self.listed_len
-                .store(listed.len() as u64, Ordering::Release);
+            self.list(|listed| listed.retain(|g| *g != generation));
         }
         self.ended.fetch_add(1, Ordering::Release);
     }
@@ -104,6 +109,7 @@ impl Step {
 }
 
 impl Drop for Step {
+    #[inline]
     fn drop(&mut self) {
         self.generations.end(self.generation);
     }

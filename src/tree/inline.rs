@@ -124,6 +124,7 @@ impl<D: Device> FunctionState<D> {
         if self.lost_bound() {
             return Err(self.bound_error(held));
         }
+        self.takes(args.len())?;
         let bound = self.bound_inputs()?;
         all_bound_fit(&self.name, &bound, args.len())?;
         let mut all = Vec::with_capacity(args.len() + bound.len());

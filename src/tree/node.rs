@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
-use crate::allocator::PoolHandle;
+use crate::allocator::Baked;
 use crate::device::{Device, DevicePtr, GraphInfo};
 use crate::pool::{Allocation, Checkpoint, Pins};
 use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
@@ -19,35 +19,40 @@ pub struct NodeId(pub u32);
 /// Which variant of which function.
 pub(super) type VariantKey = (FunctionKey, usize);
 
-/// One recording of a variant in the memory state its ancestors left.
+/// One recording of a variant in the memory state its ancestors left. What a replay touches comes first.
+#[repr(C)]
 pub(super) struct Node<D: Device> {
-    pub(super) id: NodeId,
-    pub(super) variant: VariantKey,
-    pub(super) parent: Option<NodeKey>,
-    /// It was recorded on a path that did not begin at a root: `must_be_dead` does not speak of all its ancestors.
-    pub(super) apart: bool,
-    /// In order of creation.
-    pub(super) children: SmallVec<[(VariantKey, NodeKey); 2]>,
+    /// Which of the slots are held.
+    pub(super) live: Arc<LiveMask>,
     /// One for each passed input.
     pub(super) inputs: Box<[InputSpec<D>]>,
     /// Ancestors' outputs whose memory the graph writes, or may: they must be dead.
     pub(super) must_be_dead: Box<[DeadBits]>,
+    /// The storages that the graph makes, and how many outputs lie in each.
+    pub(super) slots: Box<[(Arc<Storage<D>>, u64)]>,
+    pub(super) outputs: Box<[OutputSpec<D>]>,
+    /// When it was used last, by the tree's count of recordings and replays.
+    pub(super) used: u64,
+    pub(super) id: NodeId,
+    /// Whether it may be replayed the fast way.
+    pub(super) is_plain: bool,
+    /// Whether an output is a bound input, which may die.
+    pub(super) returns_bound: bool,
+    /// It was recorded on a path that did not begin at a root: `must_be_dead` does not speak of all its ancestors.
+    pub(super) apart: bool,
+    pub(super) graph: Launchable<D>,
+    /// In order of creation.
+    pub(super) children: SmallVec<[(VariantKey, NodeKey); 2]>,
+    pub(super) variant: VariantKey,
+    pub(super) parent: Option<NodeKey>,
     /// The addresses that the graph may write in the pool: disjoint, ascending.
     pub(super) footprint: Box<[Range<u64>]>,
     /// The segments they lie in, kept as long as the node.
     pub(super) pins: Pins,
-    /// When it was used last, by the tree's count of recordings and replays.
-    pub(super) used: u64,
     /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
     pub(super) consumed: Box<[Consumed<D>]>,
-    pub(super) outputs: Box<[OutputSpec<D>]>,
     /// Host values that go with them.
     pub(super) values: Box<[Value]>,
-    /// The storages that the graph makes, and how many outputs lie in each.
-    pub(super) slots: Box<[(Arc<Storage<D>>, u64)]>,
-    /// Which of the slots are held.
-    pub(super) live: Arc<LiveMask>,
-    pub(super) graph: Launchable<D>,
     /// The pool as it was when the recording ended.
     pub(super) checkpoint: Checkpoint,
     /// The outputs of the path that were held then, and their blocks.
@@ -55,18 +60,17 @@ pub(super) struct Node<D: Device> {
     /// Which inputs are copied, and where to.
     pub(super) copied: Box<[u32]>,
     pub(super) copies: Box<[Range<u64>]>,
-    /// Whether an output is a bound input, which may die.
-    pub(super) returns_bound: bool,
-    /// Room for the addresses of the copied inputs.
-    pub(super) sources: Vec<DevicePtr>,
 }
 
 /// An executable graph, with what it needs to live.
+#[repr(C)]
 pub(super) struct Launchable<D: Device> {
     pub(super) exec: D::Exec,
     pub(super) info: GraphInfo,
-    /// Other pools than the tree's that were allocated from during the capture: the graph has their addresses baked in.
-    pub(super) _pools: Vec<PoolHandle<D>>,
+    /// What the executable was made of, if the tree keeps that.
+    pub(super) template: Option<Arc<D::Graph>>,
+    /// What else than the tree's pool was used during the capture.
+    pub(super) baked: Baked<D>,
 }
 
 /// What an input was at the recording.

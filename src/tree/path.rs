@@ -60,6 +60,19 @@ fn live_in<'a, D: Device>(
     }
 }
 
+/// Whether a storage is an output of a run on the path.
+#[inline]
+pub(super) fn is_on_path<D: Device>(
+    nodes: &SlotMap<NodeKey, Node<D>>,
+    path: &[Entry<D>],
+    storage: &Storage<D>,
+) -> bool {
+    storage.home().is_some_and(|home| {
+        path.iter()
+            .any(|entry| Arc::ptr_eq(live_in(nodes, entry), &home.live))
+    })
+}
+
 impl<D: Device> State<D> {
     pub(super) fn live_of<'a>(&'a self, entry: &'a Entry<D>) -> &'a Arc<LiveMask> {
         live_in(&self.nodes, entry)
@@ -183,6 +196,7 @@ impl<D: Device> State<D> {
     }
 
     /// Forgets a tip of which nothing is held: the memory is as its parent left it.
+    #[inline]
     pub(super) fn cut_tip(&mut self) {
         self.path.pop();
         self.settle_books();

@@ -304,8 +304,7 @@ impl<D: Device> Inner<D> {
             }
         };
         let ended = device.end_capture(&self.stream);
-        let mut pools = self.allocator.leave_capture(serial);
-        pools.retain(|pool| pool.id() != self.pool.id());
+        let baked = self.allocator.leave_capture(serial).beside(&self.pool);
         let min_nodes = state.functions[call.function].min_nodes;
         let capture = |error: DeviceError| Undone::Capture(error.into());
         let launch = || {
@@ -319,20 +318,27 @@ impl<D: Device> Inner<D> {
                 return Err(Undone::Never(Never::TooSmall));
             }
             let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
-            device
-                .launch_graph(&exec, call.stream, &placed.sources)
+            let first = || device.launch_graph(&exec, call.stream, &placed.sources);
+            baked
+                .launch(device, call.stream, first)
                 .map_err(|error| Undone::Call(error.into()))?;
-            Ok((exec, info))
+            let template = state.keeps_templates.then(|| Arc::new(template));
+            Ok((exec, info, template))
         };
         match launch() {
-            Ok((exec, info)) => {
-                let _pools = pools;
-                Ok((Launchable { exec, info, _pools }, sorted))
+            Ok((exec, info, template)) => {
+                let graph = Launchable {
+                    exec,
+                    info,
+                    template,
+                    baked,
+                };
+                Ok((graph, sorted))
             }
             Err(undone) => {
                 // Of the last one the backing may be the caller's.
-                if !pools.is_empty() {
-                    self.bury(state, pools);
+                if baked.has_pools() {
+                    self.bury(state, baked);
                 }
                 Err(undone)
             }
@@ -343,9 +349,9 @@ impl<D: Device> Inner<D> {
     /// was broken, that is given.
     fn abandon(&self, state: &mut State<D>, serial: u64) -> Option<DeviceError> {
         let ended = self.allocator.device().end_capture(&self.stream);
-        let pools = self.allocator.leave_capture(serial);
-        if pools.iter().any(|pool| pool.id() != self.pool.id()) {
-            self.bury(state, pools);
+        let baked = self.allocator.leave_capture(serial).beside(&self.pool);
+        if baked.has_pools() {
+            self.bury(state, baked);
         }
         let error = ended.err()?;
         tracing::debug!(%error, "an abandoned capture ended with an error");
@@ -542,8 +548,9 @@ impl<D: Device> Inner<D> {
                 .iter()
                 .map(|slot| slot.dst.0..slot.dst.0 + slot.bytes)
                 .collect(),
-            sources: placed.sources,
+            is_plain: false,
         });
+        state.nodes[node].is_plain = state.nodes[node].may_be_fast();
         match parent {
             Some(parent) => state.nodes[parent].children.push((variant, node)),
             None => {

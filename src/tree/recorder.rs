@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::sync::{Arc, Weak};
 
 use super::args::Value;
-use crate::allocator::{Allocator, Born, PoolHandle, predicate_of, refuse_escaped};
+use crate::allocator::{Allocator, Born, PinnedBuffer, PoolHandle, predicate_of, refuse_escaped};
 use crate::device::{Call, Code, Device, DeviceError, DevicePtr, KernelArg, LaunchConfig};
 use crate::error::{BoxError, Phase, Result};
 use crate::storage::{Storage, Tensor};
@@ -70,6 +70,14 @@ impl<'a, D: Device> Recorder<'a, D> {
         let made = state.storage().map(Arc::downgrade);
         lock(self.made).extend(made);
         Ok(state)
+    }
+
+    /// Allocates pinned memory of the host: [`Allocator::alloc_pinned`]. What is recorded with it keeps it, dropped or not, and a replay copies the bytes that it has then.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn alloc_pinned(&self, bytes: u64) -> Result<PinnedBuffer<D>> {
+        self.allocator.alloc_pinned(bytes)
     }
 
     /// Returns a host value beside the tensors, for [`Outputs::value`](crate::Outputs::value): a size, a flag, whatever goes with the outputs. A replay gives

@@ -7,7 +7,7 @@ use tracing::trace;
 
 use super::args::Arg;
 use super::call::Call;
-use super::node::{Consumed, Node, OutputSpec};
+use super::node::{Consumed, Launchable, OutputSpec};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, NodeKey, State};
@@ -94,9 +94,9 @@ impl<D: Device> Inner<D> {
         out: &mut Outputs<D>,
     ) -> Result<()> {
         let launched = self
-            .find_sources(&mut state.nodes[key], &call)
+            .find_sources(&mut state, key, &call)
             .and_then(|()| self.order(&mut state, call.stream))
-            .and_then(|()| self.launch(&state.nodes[key], call.stream));
+            .and_then(|()| self.launch(&state, key, call.stream));
         let state = &mut *state;
         let node = &mut state.nodes[key];
         if let Err(error) = launched {
@@ -178,17 +178,23 @@ impl<D: Device> Inner<D> {
 
     /// The addresses of the moving inputs. (What is used in place lies where it lay, and so on this device.)
     #[inline]
-    fn find_sources(&self, node: &mut Node<D>, call: &Call<'_, '_, D>) -> Result<()> {
-        node.sources.clear();
+    fn find_sources(
+        &self,
+        state: &mut State<D>,
+        key: NodeKey,
+        call: &Call<'_, '_, D>,
+    ) -> Result<()> {
+        let State { nodes, sources, .. } = state;
+        sources.clear();
         let stream_id = self.allocator.device().stream_id(call.stream);
-        for index in &node.copied {
+        for index in &nodes[key].copied {
             let index = *index as usize;
             if let Some(tensor) = call.args[index].tensor() {
                 self.refuse_input(call.name, index, tensor)?;
                 if tensor.storage().is_some_and(|s| s.is_elsewhere(stream_id)) {
                     call.note_uses();
                 }
-                node.sources.push(tensor.address());
+                sources.push(tensor.address());
             }
         }
         Ok(())
@@ -196,8 +202,9 @@ impl<D: Device> Inner<D> {
 
     /// Hands them over with the launch.
     #[inline]
-    fn launch(&self, node: &Node<D>, stream: &D::Stream) -> Result<()> {
-        let device = self.allocator.device();
-        Ok(device.launch_graph(&node.graph.exec, stream, &node.sources)?)
+    fn launch(&self, state: &State<D>, key: NodeKey, stream: &D::Stream) -> Result<()> {
+        let Launchable { exec, baked, .. } = &state.nodes[key].graph;
+        let launch = || self.device.launch_graph(exec, stream, &state.sources);
+        Ok(baked.launch(&self.device, stream, launch)?)
     }
 }

@@ -12,7 +12,7 @@ use std::thread::{self, ThreadId};
 use smallvec::SmallVec;
 
 use super::inner::Inner;
-use super::stream::Handle;
+use super::stream::{Handle, RawEvent};
 use crate::device::log::Log;
 use crate::device::{Call, CaptureMode, CaptureStatus, Code, DeviceError, GraphInfo, Result};
 use crate::sync::lock;
@@ -39,6 +39,8 @@ struct Underway<O> {
     root: Option<Serial>,
     /// What the bodies of its ifs hold.
     bodies: GraphInfo,
+    /// The events that its nodes record or wait for.
+    events: Vec<Arc<RawEvent>>,
 }
 
 impl<O> Default for Captures<O> {
@@ -75,6 +77,7 @@ impl<O: Clone> Captures<O> {
             log: Log::default(),
             root,
             bodies: GraphInfo::default(),
+            events: Vec::new(),
         });
     }
 
@@ -253,6 +256,27 @@ impl Inner {
         if serial != 0 && !self.none_begun() {
             lock(&self.begun).join(stream.id, serial);
         }
+    }
+
+    /// Whether a capture of this number is underway, as far as is known.
+    pub(super) fn is_underway(&self, serial: Serial) -> bool {
+        serial != 0 && !self.none_begun() && lock(&self.begun).numbered(serial).is_some()
+    }
+
+    /// Keeps an event that a node of the capture on a stream names, for the graph; of a capture that others began, nobody says when its graph goes, so the
+    /// event is never destroyed.
+    pub(super) fn keep_event(&self, stream: &Handle, event: &Arc<RawEvent>) {
+        match lock(&self.begun).of(stream.id) {
+            Some(capture) => capture.events.push(event.clone()),
+            None => event.leave(),
+        }
+    }
+
+    /// The events that the nodes of the capture on a stream name.
+    pub(super) fn take_events(&self, stream: &Handle) -> Vec<Arc<RawEvent>> {
+        let mut captures = lock(&self.begun);
+        let capture = captures.of(stream.id);
+        capture.map_or_else(Vec::new, |c| std::mem::take(&mut c.events))
     }
 
     /// What broke the capture that a stream takes part in.

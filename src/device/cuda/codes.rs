@@ -14,6 +14,8 @@ pub(super) fn code(number: u32) -> Code {
         3 => Code::NotInitialized,
         100 => Code::NoDevice,
         201 => Code::InvalidContext,
+        304 => Code::OperatingSystem,
+        400 => Code::InvalidHandle,
         401 => Code::IllegalState,
         500 => Code::NotFound,
         600 => Code::NotReady,

@@ -28,7 +28,7 @@ const NAMES: &[&str] = if cfg!(windows) {
 };
 
 macro_rules! functions {
-    ($(fn $name:ident($($arg:ident: $type:ty),* $(,)?);)*) => {
+    ($(fn $name:ident $([compared with $bound:ident])? ($($arg:ident: $type:ty),* $(,)?);)*) => {
         /// The driver's functions. A result is the driver's code as a number.
         #[allow(non_snake_case)] // the driver's names
         pub(super) struct Driver {
@@ -53,9 +53,11 @@ macro_rules! functions {
 
         #[cfg(feature = "cuda")]
         const _: () = {
-            $(let _: unsafe fn($($type),*) -> sys::CUresult = sys::$name;)*
+            $(let _: unsafe fn($($type),*) -> sys::CUresult = functions!(@bound $name $($bound)?);)*
         };
     };
+    (@bound $name:ident) => { sys::$name };
+    (@bound $name:ident $bound:ident) => { sys::$bound };
 }
 
 functions! {
@@ -74,6 +76,8 @@ functions! {
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     fn cuMemAlloc_v2(ptr: *mut sys::CUdeviceptr, bytes: usize);
     fn cuMemFree_v2(ptr: sys::CUdeviceptr);
+    fn cuMemHostAlloc(ptr: *mut *mut c_void, bytes: usize, flags: c_uint);
+    fn cuMemFreeHost(ptr: *mut c_void);
     fn cuMemGetAllocationGranularity(
         granularity: *mut usize,
         prop: *const sys::CUmemAllocationProp,
@@ -107,8 +111,11 @@ functions! {
     fn cuEventCreate(event: *mut sys::CUevent, flags: c_uint);
     fn cuEventDestroy_v2(event: sys::CUevent);
     fn cuEventRecord(event: sys::CUevent, stream: sys::CUstream);
+    fn cuEventRecordWithFlags(event: sys::CUevent, stream: sys::CUstream, flags: c_uint);
     fn cuEventQuery(event: sys::CUevent);
     fn cuEventSynchronize(event: sys::CUevent);
+    // The first of its name, which every driver has. The bindings of CUDA 13 know its successor (12.8) only, of the same signature.
+    fn cuEventElapsedTime [compared with cuEventElapsedTime_v2] (milliseconds: *mut f32, start: sys::CUevent, end: sys::CUevent);
 
     fn cuModuleLoadDataEx(
         module: *mut sys::CUmodule,
@@ -137,6 +144,16 @@ functions! {
     fn cuMemcpyDtoHAsync_v2(dst: *mut c_void, src: sys::CUdeviceptr, bytes: usize, stream: sys::CUstream);
     fn cuMemcpyDtoDAsync_v2(dst: sys::CUdeviceptr, src: sys::CUdeviceptr, bytes: usize, stream: sys::CUstream);
     fn cuMemsetD8Async(dst: sys::CUdeviceptr, value: u8, bytes: usize, stream: sys::CUstream);
+    fn cuMemsetD16Async(dst: sys::CUdeviceptr, value: u16, count: usize, stream: sys::CUstream);
+    fn cuMemsetD32Async(dst: sys::CUdeviceptr, value: c_uint, count: usize, stream: sys::CUstream);
+    fn cuMemsetD2D32Async(
+        dst: sys::CUdeviceptr,
+        pitch: usize,
+        value: c_uint,
+        width: usize,
+        height: usize,
+        stream: sys::CUstream,
+    );
 
     fn cuStreamBeginCapture_v2(stream: sys::CUstream, mode: sys::CUstreamCaptureMode);
     fn cuStreamEndCapture(stream: sys::CUstream, graph: *mut sys::CUgraph);
@@ -173,6 +190,7 @@ functions! {
         params: *mut sys::CUgraphNodeParams,
     );
     fn cuGraphDestroy(graph: sys::CUgraph);
+    fn cuGraphDebugDotPrint(graph: sys::CUgraph, path: *const c_char, flags: c_uint);
     fn cuGraphGetNodes(graph: sys::CUgraph, nodes: *mut sys::CUgraphNode, count: *mut usize);
     fn cuGraphNodeGetType(node: sys::CUgraphNode, kind: *mut sys::CUgraphNodeType);
     fn cuGraphKernelNodeGetParams_v2(node: sys::CUgraphNode, params: *mut sys::CUDA_KERNEL_NODE_PARAMS);

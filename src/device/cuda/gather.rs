@@ -119,8 +119,12 @@ impl Slots {
         self.halves()[1] as usize
     }
 
-    pub(super) fn source(&self, index: usize) -> DevicePtr {
-        DevicePtr(self.words[self.base() + self.room + index])
+    /// The sources, in the order of the slots.
+    pub(super) fn sources(&self) -> impl Iterator<Item = DevicePtr> {
+        let first = self.base() + self.room;
+        self.words[first..first + self.count()]
+            .iter()
+            .map(|word| DevicePtr(*word))
     }
 
     pub(super) fn set_source(&mut self, index: usize, source: DevicePtr) {
@@ -307,7 +311,7 @@ mod tests {
         assert_eq!(laid.words[11..], [5, 0, CHUNK + 1, 0]);
         assert_eq!(laid.blocks(), 3);
         laid.set_source(1, DevicePtr(9));
-        assert_eq!(laid.source(1), DevicePtr(9));
+        assert!(laid.sources().eq([1, 9, 3].map(DevicePtr)));
         // SAFETY: the words are those of this room.
         let again = unsafe { Slots::read(4, laid.as_param()) };
         assert_eq!(again, laid);

@@ -5,11 +5,12 @@ use std::ptr;
 use std::sync::Arc;
 
 use cudarc::driver::sys;
+use smallvec::SmallVec;
 
 use super::conditional::CONDITIONAL;
 use super::gather::{KernelNode, Slots};
 use super::inner::{Inner, Shared};
-use super::stream::Handle;
+use super::stream::{Handle, RawEvent};
 use crate::device::{Call, Code, DeviceError, DevicePtr, GraphInfo, Result};
 use crate::sync::{Mutex, lock};
 
@@ -23,6 +24,8 @@ pub(super) struct Template {
     pub(super) info: GraphInfo,
     /// The nodes of its gather, in the order of their slots.
     gather: Vec<GatherNode>,
+    /// The events that its nodes record or wait for.
+    events: Vec<Arc<RawEvent>>,
 }
 
 /// One launch of a gather kernel in a graph.
@@ -32,8 +35,6 @@ struct GatherNode {
     params: Shared<sys::CUDA_KERNEL_NODE_PARAMS>,
     /// What the executable's node is set to.
     slots: Slots,
-    /// Whether the driver may know other sources than `slots` says: setting them failed.
-    unsure: bool,
 }
 
 /// An executable graph of a [`CudaDevice`](super::CudaDevice).
@@ -44,10 +45,13 @@ pub struct CudaExec {
     slots: usize,
     /// The driver names an executable's nodes by those of its template, which therefore stays.
     _template: Option<Arc<Template>>,
+    _events: Vec<Arc<RawEvent>>,
 }
 
 struct ExecState {
     raw: Shared<sys::CUgraphExec>,
+    /// What the driver was last told of, for all slots; nothing where that is not sure, because telling it failed.
+    sources: SmallVec<[DevicePtr; 4]>,
     gather: Vec<GatherNode>,
 }
 
@@ -114,6 +118,7 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
     let open = device.close_bodies(stream.id);
     let bodies = lock(&device.begun).bodies(stream.id);
     let broken = device.first_refusal(stream);
+    let events = device.take_events(stream);
     let mut raw = ptr::null_mut();
     // SAFETY: the handle keeps the stream alive; the pointer is to a live local.
     let code = unsafe { (device.driver.cuStreamEndCapture)(stream.raw.0, &raw mut raw) };
@@ -131,6 +136,7 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
         raw: Mutex::new(Shared(raw)),
         info: bodies,
         gather: Vec::new(),
+        events,
     };
     if open {
         let detail = "the body of an if was open; it is over now, with the capture";
@@ -151,7 +157,6 @@ impl Template {
                         node: Shared(node),
                         params: Shared(params),
                         slots,
-                        unsure: false,
                     }),
                     KernelNode::If => {} // counts with its if
                     KernelNode::Other => self.info.kernels += 1,
@@ -187,8 +192,13 @@ pub(super) fn instantiate(template: &Arc<Template>) -> Result<CudaExec> {
         device: device.clone(),
         slots: gather.iter().map(|node| node.slots.count()).sum(),
         _template: (!gather.is_empty()).then(|| template.clone()),
+        _events: template.events.clone(),
         state: Mutex::new(ExecState {
             raw: Shared(raw),
+            sources: gather
+                .iter()
+                .flat_map(|node| node.slots.sources())
+                .collect(),
             gather,
         }),
     })
@@ -203,8 +213,8 @@ impl CudaExec {
         }
         let mut state = lock(&self.state);
         let raw = state.raw.0;
-        for node in &mut state.gather {
-            self.set_sources(call, raw, node, sources)?;
+        if state.sources.as_slice() != sources {
+            self.set_sources(call, &mut state, sources)?;
         }
         // SAFETY: the executable and the stream live as long as their handles, and the lock is held.
         let code = unsafe { (self.device.driver.cuGraphLaunch)(raw, stream.raw.0) };
@@ -213,43 +223,36 @@ impl CudaExec {
         })
     }
 
-    /// Tells the driver a node's sources, if one of them is another than last time.
-    fn set_sources(
-        &self,
-        call: Call,
-        exec: sys::CUgraphExec,
-        node: &mut GatherNode,
-        sources: &[DevicePtr],
-    ) -> Result<()> {
-        let mut changed = node.unsure;
-        let first = node.slots.first();
-        for index in 0..node.slots.count() {
-            let source = sources[first + index];
-            if node.slots.source(index) != source {
-                node.slots.set_source(index, source);
-                changed = true;
+    /// Tells the driver other sources than last time.
+    fn set_sources(&self, call: Call, state: &mut ExecState, sources: &[DevicePtr]) -> Result<()> {
+        let known = std::mem::take(&mut state.sources);
+        for node in &mut state.gather {
+            let (first, count) = (node.slots.first(), node.slots.count());
+            let range = first..first + count;
+            if known.get(range.clone()) == Some(&sources[range.clone()]) {
+                continue;
             }
+            for (index, source) in sources[range].iter().enumerate() {
+                node.slots.set_source(index, *source);
+            }
+            let mut param = [node.slots.as_param()];
+            let mut params = node.params.0;
+            params.kernelParams = param.as_mut_ptr();
+            // SAFETY: the node is one of the template of this executable, which keeps it; the parameters are those that the driver
+            // gave for it, with a pointer to words of the kernel's size, which the driver copies. Launches in flight keep theirs.
+            let code = unsafe {
+                (self.device.driver.cuGraphExecKernelNodeSetParams_v2)(
+                    state.raw.0,
+                    node.node.0,
+                    &raw const params,
+                )
+            };
+            self.device
+                .check(call, code, || format!("new sources for {count} slots"))?;
         }
-        if !changed {
-            return Ok(());
-        }
-        node.unsure = true;
-        let mut param = [node.slots.as_param()];
-        let mut params = node.params.0;
-        params.kernelParams = param.as_mut_ptr();
-        // SAFETY: the node is one of the template of this executable, which keeps it; the parameters are those that the driver
-        // gave for it, with a pointer to words of the kernel's size, which the driver copies. Launches in flight keep theirs.
-        let code = unsafe {
-            (self.device.driver.cuGraphExecKernelNodeSetParams_v2)(
-                exec,
-                node.node.0,
-                &raw const params,
-            )
-        };
-        self.device.check(call, code, || {
-            format!("new sources for {} slots", node.slots.count())
-        })?;
-        node.unsure = false;
+        state.sources = known;
+        state.sources.clear();
+        state.sources.extend_from_slice(sources);
         Ok(())
     }
 

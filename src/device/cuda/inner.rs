@@ -28,12 +28,19 @@ unsafe impl<T> Send for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Shared<T> {}
 
-/// One device.
+/// One device. What a launch touches comes first.
+#[repr(C)]
 pub(super) struct Inner {
     pub(super) driver: &'static Driver,
-    pub(super) context: ManuallyDrop<Arc<CudaContext>>,
     /// The context's handle.
     pub(super) raw: Shared<sys::CUcontext>,
+    /// Captures that were begun through this device, and have not been ended through it.
+    pub(super) captures: AtomicUsize,
+    /// How the context was lost.
+    pub(super) lost: OnceLock<(Call, Code)>,
+    /// Whether others may have a stream or an event of this device in hand, or it one of theirs: then captures may be underway that it does not know of.
+    pub(super) mixed: AtomicBool,
+    pub(super) context: ManuallyDrop<Arc<CudaContext>>,
     pub(super) ordinal: i32,
     pub(super) name: String,
     /// The compute capability: major, minor.
@@ -54,18 +61,12 @@ pub(super) struct Inner {
     pub(super) gather: OnceLock<GatherKernels>,
     /// The captures underway that have their gather, by the driver's number.
     pub(super) gathered: Mutex<Vec<u64>>,
-    /// Captures that were begun through this device, and have not been ended through it.
-    pub(super) captures: AtomicUsize,
-    /// What is known of each.
+    /// What is known of the captures underway that were begun through this device.
     pub(super) begun: Mutex<Captures<Weak<Handle>>>,
     /// The bodies of ifs that are open.
     pub(super) bodies: Mutex<Vec<Body>>,
     /// The kernel that reads the predicate of an if.
     pub(super) if_kernel: OnceLock<Arc<Function>>,
-    /// Whether others may have a stream or an event of this device in hand, or it one of theirs: then captures may be underway that it does not know of.
-    pub(super) mixed: AtomicBool,
-    /// How the context was lost.
-    pub(super) lost: OnceLock<(Call, Code)>,
 }
 
 /// While it lives, the device's context is this thread's current one; then the caller's is again.

@@ -35,7 +35,7 @@ fn wait_for_each(device: &Arc<Inner>, call: Call, streams: &[Arc<Handle>]) -> Re
     if streams.is_empty() {
         return Ok(());
     }
-    let event = create_event(device)?;
+    let event = create_event(device, call, false)?;
     streams
         .iter()
         .try_for_each(|stream| device.wait_beside_captures(call, &event, stream))
@@ -51,7 +51,7 @@ impl Inner {
             return Ok(());
         }
         // SAFETY: the handles keep event and stream alive.
-        let code = unsafe { (self.driver.cuEventRecord)(event.raw.0, stream.raw.0) };
+        let code = unsafe { (self.driver.cuEventRecord)(event.handle(), stream.raw.0) };
         let recorded = self.check(call, code, || format!("an event on stream {}", stream.id));
         match recorded {
             // A capture has begun, and is broken already.
@@ -62,7 +62,7 @@ impl Inner {
             return Ok(());
         }
         // SAFETY: the handle keeps the event alive.
-        let code = unsafe { (self.driver.cuEventSynchronize)(event.raw.0) };
+        let code = unsafe { (self.driver.cuEventSynchronize)(event.handle()) };
         if code == Code::InvalidValue.number() {
             // Recorded in a capture that has begun and ended since.
             return Ok(());

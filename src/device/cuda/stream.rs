@@ -69,7 +69,8 @@ impl CudaStream {
 
 impl PartialEq for CudaStream {
     fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0.device, &other.0.device) && self.0.raw == other.0.raw
+        Arc::ptr_eq(&self.0, &other.0)
+            || (Arc::ptr_eq(&self.0.device, &other.0.device) && self.0.raw == other.0.raw)
     }
 }
 
@@ -123,20 +124,42 @@ impl Drop for Handle {
     }
 }
 
-/// An event of a [`CudaDevice`](super::CudaDevice), without timing.
+/// An event of a [`CudaDevice`](super::CudaDevice). Graphs that record it or wait for it keep the driver's part of it.
 pub struct CudaEvent {
-    pub(super) device: Arc<Inner>,
-    pub(super) raw: Shared<sys::CUevent>,
+    pub(super) held: Arc<RawEvent>,
     /// The number of the capture that its last record through the device belongs to, or 0.
     pub(super) capture: AtomicU64,
+    /// Whether nodes of graphs record it.
+    pub(super) in_graphs: AtomicBool,
+    /// Whether it takes the time.
+    pub(super) timed: bool,
+}
+
+/// The driver's event, and who destroys it.
+pub(super) struct RawEvent {
+    pub(super) device: Arc<Inner>,
+    raw: Shared<sys::CUevent>,
+    /// It is the context's to destroy.
+    left: AtomicBool,
+}
+
+impl RawEvent {
+    /// Leaves it to its context, and so for good as far as graphs are concerned.
+    pub(super) fn leave(&self) {
+        self.left.store(true, Ordering::Relaxed);
+    }
 }
 
 impl CudaEvent {
     /// The driver's handle. Good as long as this event lives.
     #[must_use]
     pub fn raw(&self) -> sys::CUevent {
-        self.device.mix();
-        self.raw.0
+        self.held.device.mix();
+        self.handle()
+    }
+
+    pub(super) fn handle(&self) -> sys::CUevent {
+        self.held.raw.0
     }
 }
 
@@ -146,10 +169,13 @@ impl fmt::Debug for CudaEvent {
     }
 }
 
-impl Drop for CudaEvent {
+impl Drop for RawEvent {
     fn drop(&mut self) {
+        if self.left.load(Ordering::Relaxed) {
+            return;
+        }
         if let Some(_ending) = self.device.ending("cuEventDestroy") {
-            // SAFETY: the device made it, and nobody else has it. What waits for it goes on waiting.
+            // SAFETY: the device made it, and nobody else has it, no graph either. What waits for it goes on waiting.
             unsafe { (self.device.driver.cuEventDestroy_v2)(self.raw.0) };
         }
     }
@@ -254,18 +280,23 @@ unsafe fn wrap(
     Ok(CudaStream(new))
 }
 
-/// An event without timing.
-pub(super) fn create_event(device: &Arc<Inner>) -> Result<CudaEvent> {
-    let call = Call::CreateEvent;
+/// An event, which takes the time if it is `timed`.
+pub(super) fn create_event(device: &Arc<Inner>, call: Call, timed: bool) -> Result<CudaEvent> {
     let _current = device.enter(call)?;
     let mut raw = ptr::null_mut();
-    // SAFETY: the pointer is to a live local. 2 is CU_EVENT_DISABLE_TIMING.
-    let code = unsafe { (device.driver.cuEventCreate)(&raw mut raw, 2) };
+    let flags = if timed { 0 } else { 2 }; // CU_EVENT_DEFAULT, CU_EVENT_DISABLE_TIMING
+    // SAFETY: the pointer is to a live local.
+    let code = unsafe { (device.driver.cuEventCreate)(&raw mut raw, flags) };
     device.check(call, code, || "an event".into())?;
     Ok(CudaEvent {
-        device: device.clone(),
-        raw: Shared(raw),
+        held: Arc::new(RawEvent {
+            device: device.clone(),
+            raw: Shared(raw),
+            left: AtomicBool::new(false),
+        }),
         capture: AtomicU64::new(0),
+        in_graphs: AtomicBool::new(false),
+        timed,
     })
 }
 
@@ -339,7 +370,7 @@ impl Inner {
             return Ok(());
         }
         let detail = format!(
-            "stream {} captures, and a graph cannot keep host memory alive; copy before or after the capture",
+            "stream {} captures, and a graph cannot keep pageable host memory alive; copy before or after the capture, or from and to a pinned buffer",
             stream.id
         );
         Err(DeviceError::new(

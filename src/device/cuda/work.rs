@@ -5,11 +5,11 @@ use std::sync::atomic::Ordering;
 
 use super::inner::{Current, Inner};
 use super::stream::Handle;
-use super::{CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaStream};
-use super::{conditional, graph, quiesce, stream};
+use super::{CudaDevice, CudaEvent, CudaExec, CudaFunction, CudaGraph, CudaPinned, CudaStream};
+use super::{conditional, dot, event, fill, graph, pinned, quiesce, stream};
 use crate::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
-    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
+    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Pattern, Result,
 };
 use crate::sync::lock;
 
@@ -59,12 +59,12 @@ impl CudaDevice {
         event: &CudaEvent,
         stream: &'a CudaStream,
     ) -> Result<(Current<'a>, &'a Handle)> {
-        self.check_ours(call, "event", &event.device)?;
+        self.check_ours(call, "event", &event.held.device)?;
         self.enter_on(call, stream)
     }
 
     fn enter_event(&self, call: Call, event: &CudaEvent) -> Result<Current<'_>> {
-        self.check_ours(call, "event", &event.device)?;
+        self.check_ours(call, "event", &event.held.device)?;
         self.inner.enter(call)
     }
 
@@ -89,6 +89,7 @@ impl Device for CudaDevice {
     type Function = CudaFunction;
     type Graph = CudaGraph;
     type Exec = CudaExec;
+    type Pinned = CudaPinned;
 
     fn info(&self) -> DeviceInfo {
         DeviceInfo {
@@ -141,6 +142,10 @@ impl Device for CudaDevice {
     /// Does nothing: the driver does not know who owns what.
     fn mark(&self, _: &CudaStream, _: DevicePtr, _: u64, _: Mark) {}
 
+    fn alloc_pinned(&self, bytes: u64) -> Result<CudaPinned> {
+        pinned::alloc(&self.inner, bytes)
+    }
+
     fn create_stream(&self) -> Result<CudaStream> {
         self.inner.prepare_gather();
         stream::create(&self.inner)
@@ -183,7 +188,11 @@ impl Device for CudaDevice {
     }
 
     fn create_event(&self) -> Result<CudaEvent> {
-        stream::create_event(&self.inner)
+        stream::create_event(&self.inner, Call::CreateEvent, false)
+    }
+
+    fn create_timed_event(&self) -> Result<CudaEvent> {
+        stream::create_event(&self.inner, Call::CreateTimedEvent, true)
     }
 
     fn record(&self, event: &CudaEvent, stream: &CudaStream) -> Result<()> {
@@ -192,16 +201,7 @@ impl Device for CudaDevice {
         if let Err(error) = self.inner.refuse_beside_body(call, stream) {
             return self.inner.answer(call, stream, Err(error));
         }
-        // SAFETY: the handles keep event and stream alive.
-        let code = unsafe { (self.inner.driver.cuEventRecord)(event.raw.0, stream.raw.0) };
-        let recorded = self
-            .inner
-            .check(call, code, || format!("an event on stream {}", stream.id));
-        if recorded.is_ok() {
-            let capture = self.inner.capture_of(stream);
-            event.capture.store(capture, Ordering::Relaxed);
-        }
-        self.inner.answer(call, stream, recorded)
+        event::record(&self.inner, call, event, stream)
     }
 
     fn wait(&self, stream: &CudaStream, event: &CudaEvent) -> Result<()> {
@@ -210,24 +210,42 @@ impl Device for CudaDevice {
         if let Err(error) = self.inner.refuse_beside_body(call, stream) {
             return self.inner.answer(call, stream, Err(error));
         }
-        // SAFETY: the handles keep event and stream alive.
-        let code = unsafe { (self.inner.driver.cuStreamWaitEvent)(stream.raw.0, event.raw.0, 0) };
-        let waited = self.inner.check(call, code, || {
-            format!("that stream {} waits for an event", stream.id)
-        });
-        let capture = event.capture.load(Ordering::Relaxed);
-        match waited {
-            Ok(()) => self.inner.join_capture(stream, capture),
-            Err(error) => return Err(self.inner.refused(Some(stream), capture, error)),
+        event::wait(&self.inner, call, stream, event)
+    }
+
+    fn record_external(&self, event: &CudaEvent, stream: &CudaStream) -> Result<()> {
+        let call = Call::RecordExternal;
+        let (_current, stream) = self.enter_with(call, event, stream)?;
+        if let Err(error) = self.inner.refuse_beside_body(call, stream) {
+            return self.inner.answer(call, stream, Err(error));
         }
-        Ok(())
+        match self.inner.status(call, stream)? {
+            CaptureStatus::None => event::record(&self.inner, call, event, stream),
+            _ => event::record_node(&self.inner, call, event, stream),
+        }
+    }
+
+    fn wait_external(&self, stream: &CudaStream, event: &CudaEvent) -> Result<()> {
+        let call = Call::WaitExternal;
+        let (_current, stream) = self.enter_with(call, event, stream)?;
+        match self.inner.status(call, stream)? {
+            CaptureStatus::None => event::wait(&self.inner, call, stream, event),
+            _ => event::wait_node(&self.inner, call, stream, event),
+        }
+    }
+
+    fn elapsed(&self, start: &CudaEvent, end: &CudaEvent) -> Result<f32> {
+        let call = Call::Elapsed;
+        self.check_ours(call, "event", &end.held.device)?;
+        let _current = self.enter_event(call, start)?;
+        event::elapsed(&self.inner, start, end)
     }
 
     fn query_event(&self, event: &CudaEvent) -> Result<bool> {
         let call = Call::QueryEvent;
         let _current = self.enter_event(call, event)?;
         // SAFETY: the handle keeps the event alive.
-        let code = unsafe { (self.inner.driver.cuEventQuery)(event.raw.0) };
+        let code = unsafe { (self.inner.driver.cuEventQuery)(event.handle()) };
         self.ready(call, code, "whether an event was reached")
             .map_err(|error| self.refused_event(event, error))
     }
@@ -237,7 +255,7 @@ impl Device for CudaDevice {
         let _current = self.enter_event(call, event)?;
         let _relaxed = self.inner.relax(call)?;
         // SAFETY: the handle keeps the event alive.
-        let code = unsafe { (self.inner.driver.cuEventQuery)(event.raw.0) };
+        let code = unsafe { (self.inner.driver.cuEventQuery)(event.handle()) };
         self.ready(call, code, "whether an event was reached")
     }
 
@@ -245,7 +263,7 @@ impl Device for CudaDevice {
         let call = Call::SynchronizeEvent;
         let _current = self.enter_event(call, event)?;
         // SAFETY: the handle keeps the event alive.
-        let code = unsafe { (self.inner.driver.cuEventSynchronize)(event.raw.0) };
+        let code = unsafe { (self.inner.driver.cuEventSynchronize)(event.handle()) };
         self.inner
             .check(call, code, || "to wait for an event".into())
             .map_err(|error| self.refused_event(event, error))
@@ -310,6 +328,18 @@ impl Device for CudaDevice {
         })
     }
 
+    fn fill_pattern(
+        &self,
+        stream: &CudaStream,
+        dst: DevicePtr,
+        pattern: Pattern,
+        bytes: u64,
+    ) -> Result<()> {
+        self.on(Call::FillPattern, stream, |stream| {
+            fill::fill(&self.inner, stream, dst, pattern, bytes)
+        })
+    }
+
     /// The driver copies pageable memory aside before its call returns, but says so only of small copies, and not where the device
     /// reads such memory itself. Otherwise the stream is waited for. Captures of other streams do not mind either.
     fn write(&self, stream: &CudaStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
@@ -363,6 +393,36 @@ impl Device for CudaDevice {
             self.inner
                 .check(call, code, || format!("{} B from {src:?}", dst.len()))?;
             self.inner.wait_for(call, stream)
+        })
+    }
+
+    fn copy_from_pinned(
+        &self,
+        stream: &CudaStream,
+        dst: DevicePtr,
+        src: &CudaPinned,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<()> {
+        let call = Call::CopyFromPinned;
+        self.check_ours(call, "pinned memory", src.device())?;
+        self.on(call, stream, |stream| {
+            src.copy_out(stream, dst, offset, bytes)
+        })
+    }
+
+    fn copy_to_pinned(
+        &self,
+        stream: &CudaStream,
+        dst: &CudaPinned,
+        offset: u64,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
+        let call = Call::CopyToPinned;
+        self.check_ours(call, "pinned memory", dst.device())?;
+        self.on(call, stream, |stream| {
+            dst.copy_in(stream, offset, src, bytes)
         })
     }
 
@@ -432,6 +492,17 @@ impl Device for CudaDevice {
         self.inner.status(call, &stream.0)
     }
 
+    /// Costs what [`capture_status`](Device::capture_status) does.
+    fn capture_id(&self, stream: &CudaStream) -> Result<Option<u64>> {
+        let call = Call::CaptureId;
+        self.check_ours(call, "stream", &stream.0.device)?;
+        if stream.0.id != 0 && self.inner.nothing_captures() {
+            return Ok(None);
+        }
+        let _current = self.inner.current(call)?;
+        Ok(self.inner.capture_id(&stream.0))
+    }
+
     fn end_capture(&self, stream: &CudaStream) -> Result<CudaGraph> {
         self.check_ours(Call::EndCapture, "stream", &stream.0.device)?;
         graph::end_capture(&self.inner, &stream.0)
@@ -463,6 +534,11 @@ impl Device for CudaDevice {
 
     fn graph_info(&self, graph: &CudaGraph) -> Result<GraphInfo> {
         Ok(graph.0.info)
+    }
+
+    fn graph_dot(&self, graph: &CudaGraph) -> Result<String> {
+        self.check_ours(Call::GraphDot, "graph", &graph.0.device)?;
+        dot::picture(graph)
     }
 
     fn instantiate(&self, graph: &CudaGraph) -> Result<CudaExec> {

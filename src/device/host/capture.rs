@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use petgraph::graph::NodeIndex;
 use petgraph::visit::{Dfs, Reversed};
+use slotmap::Key;
 
 use super::conditional::BodyOf;
 use super::graph::{Dag, GraphMemory, Template};
@@ -138,6 +139,12 @@ impl State {
             Some(joined) if self.is_broken(joined.capture) => CaptureStatus::Invalidated,
             Some(_) => CaptureStatus::Active,
         })
+    }
+
+    pub(super) fn capture_id(&self, key: StreamKey) -> Option<u64> {
+        let joined = self.streams[key].joined.as_ref()?;
+        let sound = !self.is_broken(joined.capture);
+        sound.then(|| joined.capture.data().as_ffi())
     }
 
     pub(super) fn end_capture(&mut self, key: StreamKey) -> Result<Template> {

@@ -2,15 +2,19 @@
 
 use std::sync::Arc;
 
+use super::dot;
 use super::graph::Plan;
 use super::stream::{Entry, Record};
 use super::work::{Body, Work};
-use super::{HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream};
+use super::{HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostPinned, HostStream};
 use crate::device::{
-    Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, GatherSlot,
-    GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Result,
+    Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DeviceInfo, DevicePtr, EventState,
+    GatherSlot, GraphInfo, Kernel, KernelArg, LaunchConfig, Mark, MemoryInfo, Pattern, Result,
 };
 use crate::sync::thread;
+
+/// Milliseconds that the clock moves by with a piece of work.
+const MS_PER_TICK: f32 = 1e-3;
 
 /// Refuses a range that two copies could not agree on.
 pub(super) fn check_copy(call: Call, dst: DevicePtr, src: DevicePtr, bytes: u64) -> Result<()> {
@@ -24,12 +28,56 @@ pub(super) fn check_copy(call: Call, dst: DevicePtr, src: DevicePtr, bytes: u64)
     Ok(())
 }
 
+impl HostDevice {
+    fn fill_on(
+        &self,
+        call: Call,
+        stream: &HostStream,
+        dst: DevicePtr,
+        pattern: Pattern,
+        bytes: u64,
+    ) -> Result<()> {
+        self.on(call, stream, |state, key| {
+            if let Some(detail) = pattern.misfit(dst, bytes) {
+                return Err(DeviceError::new(call, Code::InvalidValue, detail));
+            }
+            if bytes == 0 {
+                return state.admit(call, key).map(drop);
+            }
+            let work = Work::Fill {
+                dst,
+                pattern,
+                bytes,
+            };
+            state.submit(call, key, work)
+        })
+    }
+
+    fn copy_pinned(
+        &self,
+        call: Call,
+        stream: &HostStream,
+        (memory, offset, bytes): (&HostPinned, u64, u64),
+        work: Work,
+    ) -> Result<()> {
+        self.check_ours(call, "pinned memory", &memory.device)?;
+        self.on(call, stream, |state, key| {
+            memory.range(call, offset, bytes)?;
+            if bytes == 0 {
+                return state.admit(call, key).map(drop);
+            }
+            state.submit(call, key, work)
+        })
+    }
+}
+
 impl Device for HostDevice {
     type Stream = HostStream;
     type Event = HostEvent;
     type Function = HostFunction;
     type Graph = HostGraph;
     type Exec = HostExec;
+    type Pinned = HostPinned;
 
     fn info(&self) -> DeviceInfo {
         DeviceInfo {
@@ -117,6 +165,10 @@ impl Device for HostDevice {
         }
     }
 
+    fn alloc_pinned(&self, bytes: u64) -> Result<HostPinned> {
+        self.new_pinned(Call::AllocPinned, bytes)
+    }
+
     fn create_stream(&self) -> Result<HostStream> {
         self.new_stream(Call::CreateStream, false)
     }
@@ -163,22 +215,21 @@ impl Device for HostDevice {
     }
 
     fn create_event(&self) -> Result<HostEvent> {
-        let key = self.enter(Call::CreateEvent)?.events.insert(Record::Never);
-        Ok(HostEvent {
-            device: self.inner.clone(),
-            key,
-        })
+        self.new_event(Call::CreateEvent, false)
+    }
+
+    fn create_timed_event(&self) -> Result<HostEvent> {
+        self.new_event(Call::CreateTimedEvent, true)
     }
 
     fn record(&self, event: &HostEvent, stream: &HostStream) -> Result<()> {
         let call = Call::Record;
         self.check_ours(call, "event", &event.device)?;
         self.on(call, stream, |state, key| {
-            let record = match state.captured_record(call, key)? {
-                Some(captured) => captured,
-                None => Record::Point(state.end_of(key)),
-            };
-            state.events[event.key] = record;
+            match state.captured_record(call, key)? {
+                Some(captured) => state.note_record(event.key(), captured),
+                None => state.record_here(event.key(), key),
+            }
             Ok(())
         })
     }
@@ -187,7 +238,7 @@ impl Device for HostDevice {
         let call = Call::Wait;
         self.check_ours(call, "event", &event.device)?;
         self.on(call, stream, |state, key| {
-            let record = state.events[event.key].clone();
+            let record = state.events[event.key()].last.clone();
             if !state.wait_captured(call, key, &record)?
                 && let Record::Point(point) = record
             {
@@ -200,6 +251,56 @@ impl Device for HostDevice {
             }
             Ok(())
         })
+    }
+
+    fn record_external(&self, event: &HostEvent, stream: &HostStream) -> Result<()> {
+        let call = Call::RecordExternal;
+        self.check_ours(call, "event", &event.device)?;
+        self.on(call, stream, |state, key| {
+            match state.admit(call, key)? {
+                Some(_) => drop(state.capture(key, Work::RecordEvent(event.held.clone()))),
+                None => state.record_here(event.key(), key),
+            }
+            Ok(())
+        })
+    }
+
+    fn wait_external(&self, stream: &HostStream, event: &HostEvent) -> Result<()> {
+        let call = Call::WaitExternal;
+        self.check_ours(call, "event", &event.device)?;
+        self.on(call, stream, |state, key| {
+            if state.admit(call, key)?.is_some() {
+                state.capture(key, Work::WaitEvent(event.held.clone()));
+                return Ok(());
+            }
+            let record = state.events[event.key()].last.clone();
+            if !state.wait_captured(call, key, &record)?
+                && let Record::Point(point) = record
+            {
+                state.enqueue(key, Entry::Wait(point));
+            }
+            Ok(())
+        })
+    }
+
+    fn elapsed(&self, start: &HostEvent, end: &HostEvent) -> Result<f32> {
+        let call = Call::Elapsed;
+        self.check_ours(call, "event", &start.device)?;
+        self.check_ours(call, "event", &end.device)?;
+        let state = self.enter(call)?;
+        let time = |which, event: &HostEvent| {
+            let event = &state.events[event.key()];
+            let state = match (&event.last, event.time) {
+                _ if !event.timed => EventState::Untimed,
+                (Record::Never, _) => EventState::Never,
+                (Record::Captured { .. }, _) => EventState::Captured,
+                (Record::Point(_), None) => EventState::Pending,
+                (Record::Point(_), Some(time)) => return Ok(time),
+            };
+            Err(state.no_time(which))
+        };
+        let (start, end) = (time("start", start)?, time("end", end)?);
+        Ok((end as f64 - start as f64) as f32 * MS_PER_TICK)
     }
 
     fn query_event(&self, event: &HostEvent) -> Result<bool> {
@@ -216,8 +317,8 @@ impl Device for HostDevice {
         self.check_ours(call, "event", &event.device)?;
         let state = self.enter(call)?;
         // Nothing is run for it: who polls may hold locks that work takes.
-        Ok(match state.events.get(event.key) {
-            Some(Record::Point(point)) => state.reached(*point),
+        Ok(match state.events[event.key()].last {
+            Record::Point(point) => state.reached(point),
             _ => true,
         })
     }
@@ -295,13 +396,17 @@ impl Device for HostDevice {
     }
 
     fn fill(&self, stream: &HostStream, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
-        let call = Call::Fill;
-        self.on(call, stream, |state, key| {
-            if bytes == 0 {
-                return state.admit(call, key).map(drop);
-            }
-            state.submit(call, key, Work::Fill { dst, value, bytes })
-        })
+        self.fill_on(Call::Fill, stream, dst, Pattern::B8(value), bytes)
+    }
+
+    fn fill_pattern(
+        &self,
+        stream: &HostStream,
+        dst: DevicePtr,
+        pattern: Pattern,
+        bytes: u64,
+    ) -> Result<()> {
+        self.fill_on(Call::FillPattern, stream, dst, pattern, bytes)
     }
 
     fn write(&self, stream: &HostStream, dst: DevicePtr, src: &[u8]) -> Result<()> {
@@ -332,6 +437,40 @@ impl Device for HostDevice {
             }
             Ok(())
         })
+    }
+
+    fn copy_from_pinned(
+        &self,
+        stream: &HostStream,
+        dst: DevicePtr,
+        src: &HostPinned,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<()> {
+        let work = Work::FromPinned {
+            dst,
+            src: src.memory.clone(),
+            offset,
+            bytes,
+        };
+        self.copy_pinned(Call::CopyFromPinned, stream, (src, offset, bytes), work)
+    }
+
+    fn copy_to_pinned(
+        &self,
+        stream: &HostStream,
+        dst: &HostPinned,
+        offset: u64,
+        src: DevicePtr,
+        bytes: u64,
+    ) -> Result<()> {
+        let work = Work::ToPinned {
+            dst: dst.memory.clone(),
+            offset,
+            src,
+            bytes,
+        };
+        self.copy_pinned(Call::CopyToPinned, stream, (dst, offset, bytes), work)
     }
 
     fn gather(
@@ -385,6 +524,11 @@ impl Device for HostDevice {
         self.lock(Call::CaptureStatus)?.capture_status(stream.0.key)
     }
 
+    fn capture_id(&self, stream: &HostStream) -> Result<Option<u64>> {
+        self.check_ours(Call::CaptureId, "stream", &stream.0.device)?;
+        Ok(self.lock(Call::CaptureId)?.capture_id(stream.0.key))
+    }
+
     fn end_capture(&self, stream: &HostStream) -> Result<HostGraph> {
         self.check_ours(Call::EndCapture, "stream", &stream.0.device)?;
         let template = self.lock(Call::EndCapture)?.end_capture(stream.0.key)?;
@@ -419,6 +563,11 @@ impl Device for HostDevice {
 
     fn graph_info(&self, graph: &HostGraph) -> Result<GraphInfo> {
         Ok(graph.template.info())
+    }
+
+    fn graph_dot(&self, graph: &HostGraph) -> Result<String> {
+        self.check_ours(Call::GraphDot, "graph", &graph.device)?;
+        Ok(dot::picture(&graph.template.dag))
     }
 
     fn instantiate(&self, graph: &HostGraph) -> Result<HostExec> {

@@ -8,9 +8,9 @@ use super::device::check_copy;
 use super::graph::{GraphMemory, Plan};
 use super::state::{Allocated, State};
 use super::work::Work;
-use super::{HostBuffer, HostDevice, HostEvent, HostExec, HostFunction, HostGraph, HostStream};
+use super::{HostBuffer, HostDevice, HostExec, HostFunction, HostGraph, HostStream};
 use crate::device::{
-    Call, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Result,
+    Call, Code, Device, DeviceError, DevicePtr, Kernel, KernelArg, MemoryInfo, Pattern, Result,
 };
 use crate::sync::MutexGuard;
 
@@ -140,8 +140,14 @@ impl HostDevice {
     /// `cuMemsetD8`: on the default stream, and waited for.
     pub fn memset_sync(&self, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
         let call = Call::Driver("cuMemsetD8");
-        self.enter(call)?
-            .run_now(call, Work::Fill { dst, value, bytes })
+        self.enter(call)?.run_now(
+            call,
+            Work::Fill {
+                dst,
+                pattern: Pattern::B8(value),
+                bytes,
+            },
+        )
     }
 
     /// `cuMemGetInfo`: the same as [`memory_info`](Device::memory_info).
@@ -254,21 +260,6 @@ impl HostDevice {
             src,
         };
         self.on(call, stream, |state, key| state.submit(call, key, work))
-    }
-
-    /// `cuStreamWaitEvent` with `CU_EVENT_WAIT_EXTERNAL`: captured, a node that waits for the event's last record before the launch.
-    pub fn wait_external(&self, stream: &HostStream, event: &HostEvent) -> Result<()> {
-        let call = Call::Driver("cuStreamWaitEvent");
-        self.check_ours(call, "event", &event.device)?;
-        let captured = self.on(call, stream, |state, key| {
-            let captured = state.admit(call, key)?.is_some();
-            state.capture(key, Work::WaitEvent(event.key));
-            Ok(captured)
-        })?;
-        if captured {
-            return Ok(());
-        }
-        self.wait(stream, event)
     }
 
     /// `cuGraphExecKernelNodeSetParams`: the arguments of the `kernel`-th kernel node (in order of capture, gather

@@ -109,6 +109,8 @@ pub(super) struct Plan {
     pub(super) slots: usize,
     /// Events of the nodes that wait for one, with the node's place.
     pub(super) waits: Vec<(u32, EventKey)>,
+    /// Events of the nodes that record one.
+    pub(super) records: Vec<(u32, EventKey)>,
     /// Held for its drop.
     #[allow(dead_code)]
     memory: Vec<Arc<GraphMemory>>,
@@ -120,6 +122,7 @@ impl Plan {
             nodes: Vec::new(),
             slots: 0,
             waits: Vec::new(),
+            records: Vec::new(),
             memory: template.memory.clone(),
         };
         plan.add(&template.dag);
@@ -135,7 +138,8 @@ impl Plan {
             let mut last = first;
             match work {
                 Work::Gather { slots, .. } => self.slots = slots.len(),
-                Work::WaitEvent(event) => self.waits.push((first, *event)),
+                Work::WaitEvent(event) => self.waits.push((first, event.0)),
+                Work::RecordEvent(event) => self.records.push((first, event.0)),
                 Work::If { body, .. } => {
                     let (begins, ends) = self.add(body);
                     last = self.push(Work::EndIf);
@@ -194,6 +198,8 @@ pub(super) struct Run {
     ready: Vec<u32>,
     /// The nodes of bodies that do not run this time.
     skipped: Vec<Range<u32>>,
+    /// The nodes that recorded an event.
+    recorded: SmallVec<[u32; 2]>,
 }
 
 impl Run {
@@ -237,9 +243,17 @@ impl Run {
         Some(self.ready.swap_remove(place))
     }
 
+    /// Whether a node that records an event is done.
+    pub(super) fn has_recorded(&self, node: u32) -> bool {
+        self.recorded.contains(&node)
+    }
+
     /// Notes that a node is done; what waited for it alone may run.
     pub(super) fn finish(&mut self, plan: &Plan, node: u32) {
         self.left -= 1;
+        if let Work::RecordEvent(_) = plan.nodes[node as usize].work {
+            self.recorded.push(node);
+        }
         for &next in &plan.nodes[node as usize].after {
             self.pending[next as usize] -= 1;
             if self.pending[next as usize] == 0 {
@@ -274,5 +288,6 @@ impl Run {
         self.started = false;
         self.left = 0;
         self.ready.clear();
+        self.recorded.clear();
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::Inner;
-use super::gate::Deferred;
+use super::gate::{Deferred, Gate};
 use super::graph::Template;
 use super::stream::{EventKey, ExecKey, StreamKey};
 use super::work::Body;
@@ -29,7 +29,8 @@ pub struct HostStream(pub(super) Arc<StreamHandle>);
 
 impl PartialEq for HostStream {
     fn eq(&self, other: &Self) -> bool {
-        self.0.key == other.0.key && Arc::ptr_eq(&self.0.device, &other.0.device)
+        Arc::ptr_eq(&self.0, &other.0)
+            || (self.0.key == other.0.key && Arc::ptr_eq(&self.0.device, &other.0.device))
     }
 }
 
@@ -41,15 +42,24 @@ impl fmt::Debug for HostStream {
     }
 }
 
-/// An event of a [`HostDevice`](super::HostDevice).
+/// An event of a [`HostDevice`](super::HostDevice). What a graph needs of it outlives it.
 pub struct HostEvent {
     pub(super) device: Arc<Inner>,
-    pub(super) key: EventKey,
+    pub(super) held: Arc<EventRef>,
 }
 
-impl Drop for HostEvent {
+impl HostEvent {
+    pub(super) fn key(&self) -> EventKey {
+        self.held.0
+    }
+}
+
+/// An event's place among those of its device, which goes with the last of its handle and the graphs that name it.
+pub(super) struct EventRef(pub(super) EventKey, pub(super) Arc<Gate>);
+
+impl Drop for EventRef {
     fn drop(&mut self) {
-        self.device.gate.defer(Deferred::Event(self.key));
+        self.1.defer(Deferred::Event(self.0));
     }
 }
 

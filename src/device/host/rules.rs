@@ -173,7 +173,7 @@ impl State {
             return self.refuse_implicit(call, key);
         }
         let detail = format!(
-            "{} captures, and a graph cannot keep host memory alive; copy before or after the capture",
+            "{} captures, and a graph cannot keep pageable host memory alive; copy before or after the capture, or from and to a pinned buffer",
             self.stream_name(key)
         );
         Err(DeviceError::new(

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::state::State;
-use super::stream::{Entry, Launch, Point, Stream, StreamKey};
+use super::stream::{Entry, EventKey, Launch, Point, Record, Stream, StreamKey};
 use super::work::{Broken, Work};
 use crate::device::{Call, Code, DeviceError, Result};
 
@@ -64,9 +64,20 @@ impl State {
 
     /// Whether a point in a stream has been reached.
     pub(super) fn reached(&self, point: Point) -> bool {
-        self.streams
-            .get(point.stream)
-            .is_none_or(|stream| stream.done >= point.seq)
+        self.streams.get(point.stream).is_none_or(|stream| {
+            let inside = |node| stream.done + 1 == point.seq && stream.run.has_recorded(node);
+            stream.done >= point.seq || point.node.is_some_and(inside)
+        })
+    }
+
+    /// Takes the time of an event, if its last record is at this place, which is reached now.
+    fn take_time(&mut self, event: EventKey, here: Point) {
+        if let Some(event) = self.events.get_mut(event)
+            && event.timed
+            && matches!(event.last, Record::Point(last) if last == here)
+        {
+            event.time = Some(self.world.clock);
+        }
     }
 
     /// Runs the head of one stream that may run. False if there is none.
@@ -92,7 +103,7 @@ impl State {
     fn may_run(&mut self, key: StreamKey) -> bool {
         match self.streams[key].queue.front() {
             None => false,
-            Some(Entry::Work(_)) => true,
+            Some(Entry::Work(_) | Entry::Time(_)) => true,
             Some(Entry::Wait(point)) => self.reached(*point),
             Some(Entry::Graph(launch)) if launch.waits.is_empty() => true,
             Some(Entry::Graph(launch)) => {
@@ -121,6 +132,11 @@ impl State {
             Some(Entry::Graph(launch)) if !launch.waits.is_empty() => self.held_up(launch),
             _ => SmallVec::new(),
         };
+        let mut here = Point {
+            stream: key,
+            seq: self.streams[key].done + 1,
+            node: None,
+        };
         let State {
             streams,
             world,
@@ -131,13 +147,21 @@ impl State {
         match queue.front() {
             None => return Ok(()),
             Some(Entry::Wait(_)) => {}
+            Some(&Entry::Time(event)) => self.take_time(event, here),
             Some(Entry::Work(work)) => world.run(work, None)?,
             Some(Entry::Graph(Launch { plan, sources, .. })) => {
                 run.start(plan);
                 if let Some(node) = run.draw(rng, |node| !held_up.contains(&node)) {
+                    let work = &plan.nodes[node as usize].work;
                     run.perform(plan, node, world, sources)?;
                     run.finish(plan, node);
+                    if let Work::RecordEvent(event) = work {
+                        let event = event.0;
+                        here.node = Some(node);
+                        self.take_time(event, here);
+                    }
                 }
+                let run = &mut self.streams[key].run;
                 if !run.is_over() {
                     return Ok(());
                 }

@@ -11,7 +11,7 @@ use super::graph::Plan;
 use super::memory::Memory;
 use super::schedule::Rng;
 use super::stream::{
-    CaptureKey, Entry, EventKey, ExecKey, Launch, Point, Record, Stream, StreamKey,
+    CaptureKey, Entry, Event, EventKey, ExecKey, Launch, Point, Record, Stream, StreamKey,
 };
 use super::work::{Body, Broken, Work, World};
 use crate::device::{Call, CaptureMode, Code, DeviceError, DevicePtr, Result};
@@ -46,7 +46,7 @@ pub(super) struct State {
     pub(super) blocking_streams: usize,
     /// The streams whose queue is not empty.
     pub(super) busy: Vec<StreamKey>,
-    pub(super) events: SlotMap<EventKey, Record>,
+    pub(super) events: SlotMap<EventKey, Event>,
     pub(super) captures: SlotMap<CaptureKey, Capture>,
     /// The capture mode of threads that exchanged it for another than the global one.
     pub(super) thread_modes: HashMap<ThreadId, CaptureMode>,
@@ -179,6 +179,7 @@ impl State {
                 let point = Point {
                     stream: other,
                     seq: there.enqueued,
+                    node: None,
                 };
                 self.push(key, Entry::Wait(point));
             }
@@ -190,6 +191,7 @@ impl State {
         Point {
             stream: key,
             seq: self.streams[key].enqueued,
+            node: None,
         }
     }
 
@@ -245,14 +247,38 @@ impl State {
             launch.sources.extend_from_slice(sources);
         }
         if !launch.plan.waits.is_empty() {
-            let recorded = |(_, event): &(u32, EventKey)| match self.events.get(*event) {
-                Some(Record::Point(point)) => Some(*point),
+            let recorded = |(_, event): &(u32, EventKey)| match self.events.get(*event)?.last {
+                Record::Point(point) => Some(point),
                 _ => None,
             };
             launch.waits = launch.plan.waits.iter().map(recorded).collect();
         }
         self.accepted.graph_launches += 1;
+        let plan = Arc::clone(&launch.plan);
         self.enqueue(key, Entry::Graph(launch));
+        for &(node, event) in &plan.records {
+            let point = Point {
+                node: Some(node),
+                ..self.end_of(key)
+            };
+            self.note_record(event, Record::Point(point));
+        }
         Ok(())
+    }
+
+    /// An event's last record is this one now.
+    pub(super) fn note_record(&mut self, event: EventKey, record: Record) {
+        if let Some(event) = self.events.get_mut(event) {
+            (event.last, event.time) = (record, None);
+        }
+    }
+
+    /// Records an event at a stream's end.
+    pub(super) fn record_here(&mut self, event: EventKey, key: StreamKey) {
+        if self.events[event].timed {
+            self.enqueue(key, Entry::Time(event));
+        }
+        let end = self.end_of(key);
+        self.note_record(event, Record::Point(end));
     }
 }

@@ -17,11 +17,21 @@ slotmap::new_key_type! {
     pub(super) struct ExecKey;
 }
 
-/// A place in a stream: reached once its first `seq` entries are done.
-#[derive(Clone, Copy, Debug)]
+/// A place in a stream: reached once its first `seq` entries are done, or, of the last of them, a launch, this node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Point {
     pub(super) stream: StreamKey,
     pub(super) seq: u64,
+    pub(super) node: Option<u32>,
+}
+
+/// An event.
+pub(super) struct Event {
+    pub(super) last: Record,
+    /// Whether it takes the time.
+    pub(super) timed: bool,
+    /// The device's clock when the last record was reached.
+    pub(super) time: Option<u64>,
 }
 
 /// One thing in a stream's queue.
@@ -29,6 +39,8 @@ pub(super) enum Entry {
     Work(Box<Work>),
     /// Holds the stream up until the point is reached.
     Wait(Point),
+    /// Takes the time of an event that was recorded here.
+    Time(EventKey),
     Graph(Launch),
 }
 
@@ -37,7 +49,7 @@ pub(super) struct Launch {
     pub(super) plan: Arc<Plan>,
     /// The gather node's sources; the buffer is recycled.
     pub(super) sources: Vec<DevicePtr>,
-    /// For each of the plan's waits, the event's record at the launch.
+    /// For each of the plan's waits, the event's record before the launch.
     pub(super) waits: Box<[Option<Point>]>,
 }
 

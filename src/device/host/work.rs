@@ -5,10 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::context::{Args, Context, Undo};
 use super::graph::Dag;
+use super::handles::EventRef;
 use super::memory::Memory;
-use super::stream::EventKey;
+use super::pinned::Pinned;
 use crate::device::{
     Call, Code, DeviceError, DevicePtr, Fault, FaultReason, GatherSlot, HostFn, LaunchConfig, Mark,
+    Pattern,
 };
 
 /// Host memory that a captured copy reads or writes at each launch, as the driver does with pageable memory.
@@ -38,7 +40,7 @@ pub(super) enum Work {
     },
     Fill {
         dst: DevicePtr,
-        value: u8,
+        pattern: Pattern,
         bytes: u64,
     },
     Write {
@@ -78,8 +80,22 @@ pub(super) enum Work {
     },
     /// Only in plans: what comes after an if, whether or not its body ran.
     EndIf,
-    /// Only in graphs: waits for the event's record as it was at the launch.
-    WaitEvent(EventKey),
+    FromPinned {
+        dst: DevicePtr,
+        src: Arc<Pinned>,
+        offset: u64,
+        bytes: u64,
+    },
+    ToPinned {
+        dst: Arc<Pinned>,
+        offset: u64,
+        src: DevicePtr,
+        bytes: u64,
+    },
+    /// Only in graphs: waits for the event's record as it was before the launch.
+    WaitEvent(Arc<EventRef>),
+    /// Only in graphs: the event's record, from the launch on.
+    RecordEvent(Arc<EventRef>),
     /// Memory of the driver's own pool, under an address that is reserved.
     Allocate {
         ptr: DevicePtr,
@@ -99,11 +115,14 @@ impl Work {
             Work::Copy { .. }
             | Work::FromHost { .. }
             | Work::ToHost { .. }
+            | Work::FromPinned { .. }
+            | Work::ToPinned { .. }
             | Work::Write { .. }
             | Work::Read { .. } => "memcpy",
             Work::Fill { .. } => "memset",
             Work::Call(_) => "host",
             Work::WaitEvent(_) => "wait_event",
+            Work::RecordEvent(_) => "record_event",
             Work::Allocate { .. } => "mem_alloc",
             Work::Free { .. } => "mem_free",
             Work::If { .. } => "conditional",
@@ -151,6 +170,8 @@ pub(super) struct World {
     pub(super) read_back: Vec<u8>,
     /// Kernel bodies that ran to their end.
     pub(super) kernels_run: u64,
+    /// The device's clock: pieces of work begun, but for marks and events, which are none.
+    pub(super) clock: u64,
     scratch: Vec<u8>,
     undo: Undo,
 }
@@ -164,6 +185,7 @@ impl World {
             memory,
             read_back: Vec::new(),
             kernels_run: 0,
+            clock: 0,
             scratch: Vec::new(),
             undo: Undo::default(),
         }
@@ -171,15 +193,20 @@ impl World {
 
     /// Runs a piece of work: wholly, or (where it faults) not at all. `sources` are those of a captured gather.
     pub(super) fn run(&mut self, work: &Work, sources: Option<&[DevicePtr]>) -> Result<(), Broken> {
+        self.clock += u64::from(!matches!(
+            work,
+            Work::Mark { .. } | Work::WaitEvent(_) | Work::RecordEvent(_)
+        ));
         match work {
             Work::Kernel { body, config, args } => return self.run_kernel(body, *config, args),
             Work::Copy { dst, src, bytes } => {
                 self.copy_all("copy", [(*dst, *src, *bytes)].into_iter())?
             }
-            Work::Fill { dst, value, bytes } => {
-                self.memory.check("fill", *dst, *bytes)?;
-                self.memory.fill(*dst, *bytes, *value);
-            }
+            Work::Fill {
+                dst,
+                pattern,
+                bytes,
+            } => self.fill(*dst, *pattern, *bytes)?,
             Work::Write { dst, src } => self.write("write", *dst, src)?,
             Work::Read { src, bytes } => {
                 self.memory.check("read", *src, *bytes as u64)?;
@@ -220,7 +247,20 @@ impl World {
                     .check("copy to the host", *src, dst.len() as u64)?;
                 self.memory.read(*src, &mut dst);
             }
-            Work::WaitEvent(_) | Work::If { .. } | Work::EndIf => {}
+            Work::FromPinned {
+                dst,
+                src,
+                offset,
+                bytes,
+            } => self.from_pinned(*dst, (src, *offset, *bytes))?,
+            Work::ToPinned {
+                dst,
+                offset,
+                src,
+                bytes,
+            } => self.to_pinned((dst, *offset, *bytes), *src)?,
+            // Where they stand is what they do: the scheduler sees to it.
+            Work::WaitEvent(_) | Work::RecordEvent(_) | Work::If { .. } | Work::EndIf => {}
             Work::Allocate { ptr, bytes } => {
                 if self.memory.mapped_at(*ptr).is_none() {
                     self.memory
@@ -277,6 +317,29 @@ impl World {
     fn write(&mut self, who: &str, dst: DevicePtr, src: &[u8]) -> Result<(), Fault> {
         self.memory.check(who, dst, src.len() as u64)?;
         self.memory.write(dst, src);
+        Ok(())
+    }
+
+    fn fill(&mut self, dst: DevicePtr, pattern: Pattern, bytes: u64) -> Result<(), Fault> {
+        self.memory.check("fill", dst, bytes)?;
+        if let Pattern::B8(value) = pattern {
+            self.memory.fill(dst, bytes, value);
+            return Ok(());
+        }
+        let value = &pattern.to_bytes()[..pattern.bytes() as usize];
+        self.scratch.clear();
+        // A piece is a whole number of values.
+        let part = PIECE.min(bytes);
+        while (self.scratch.len() as u64) < part {
+            self.scratch.extend_from_slice(value);
+        }
+        let mut done = 0;
+        while done < bytes {
+            let part = part.min(bytes - done);
+            self.memory
+                .write(dst.offset(done), &self.scratch[..part as usize]);
+            done += part;
+        }
         Ok(())
     }
 
