@@ -74,7 +74,7 @@ struct Books<D: Device> {
     routes: Routes<D>,
     captures: Vec<Underway<D>>,
     /// Bodies of ifs that are open.
-    bodies: Vec<BodyStream>,
+    bodies: Vec<BodyStream<D>>,
     /// Dead blocks that are in use on other streams.
     deferred: Vec<Deferred<D>>,
     /// Events of theirs, to be used again.
@@ -294,8 +294,12 @@ impl<D: Device> Shared<D> {
         self.refuse_stream(stream)?;
         let mut books = self.books();
         books.free_deferred(&self.device);
-        let id = books.stands_for(self.device.stream_id(stream));
+        let own_id = self.device.stream_id(stream);
         let capture = books.capture_of(&self.device, stream);
+        let (id, in_body) = (
+            books.stands_for(own_id),
+            books.born_in_body(own_id, capture),
+        );
         let (pool, noted) = match pool {
             Some(pool) => (pool, None),
             None => {
@@ -340,7 +344,7 @@ impl<D: Device> Shared<D> {
             eternal: pools[pool].elsewhere.is_none(),
             block,
             born,
-            noted,
+            noted: [noted, in_body],
         })
     }
 }
@@ -361,8 +365,8 @@ struct Handed<D: Device> {
     born: u64,
     /// Its pool is no tree's: handles on it cannot go stale.
     eternal: bool,
-    /// Where its storage is to be noted.
-    noted: Option<Born<D>>,
+    /// Where its storage is to be noted: by the route it came by, and as what was born in the body of an if.
+    noted: [Option<Born<D>>; 2],
 }
 
 impl<D: Device> Drop for Shared<D> {
@@ -602,6 +606,11 @@ impl<D: Device> Allocator<D> {
         ))
     }
 
+    /// Refuses a stream of another device.
+    pub(crate) fn own_stream(&self, stream: &D::Stream) -> Result<()> {
+        self.shared.refuse_stream(stream)
+    }
+
     /// Routes one call of a function: this thread's allocations, and those for `stream`; what is allocated is noted in `born`.
     pub(crate) fn route_call(
         &self,
@@ -684,7 +693,7 @@ pub(crate) fn alloc_in<D: Device>(
         birth,
         handed.eternal,
     ));
-    if let Some(noted) = handed.noted {
+    for noted in handed.noted.iter().flatten() {
         noted.note(&tensor);
     }
     Ok(tensor)

@@ -387,7 +387,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Whether the stream captures. Legal at any time.
     fn capture_status(&self, stream: &Self::Stream) -> Result<CaptureStatus>;
 
-    /// The number of the capture that the stream takes part in, as the one that began it or as one that joined; no other capture of the device ever has it. `None`
+    /// The number of the capture that the stream takes part in, as the one that began it, as one that joined, or in the body of one of its ifs; no other capture of the device ever
+    /// has it. `None`
     /// where the stream does not capture, and where the capture is broken. Legal at any time.
     fn capture_id(&self, stream: &Self::Stream) -> Result<Option<u64>>;
 
@@ -401,7 +402,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     ///
     /// `body` captures meanwhile, in the mode of the capture it belongs to, and by the same rules: it waits for nothing outside of the body, and what forks off it
     /// joins it again. It may have an if of its own, on `body` itself; such an inner if is a border: streams that forked off the body have joined it before, and events
-    /// recorded in the body before are not waited for after. A body holds launches, copies within the device, fills and ifs, nothing else.
+    /// recorded in the body before are not waited for after. A body holds launches, copies within the device and from and to pinned
+    /// memory, fills and ifs, nothing else.
     /// `stream` takes no work meanwhile (a [`mark`](Device::mark) comes after the node). A refusal in a body breaks the whole capture, as one anywhere else in it does.
     ///
     /// # Errors

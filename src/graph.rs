@@ -10,9 +10,7 @@ use std::panic::Location;
 
 use tracing::{debug_span, warn};
 
-use crate::allocator::{
-    Allocator, Baked, Born, PoolHandle, PoolOptions, RouteGuard, predicate_of, refuse_escaped,
-};
+use crate::allocator::{Allocator, Baked, PoolHandle, PoolOptions, RouteGuard, predicate_of};
 use crate::device::{CaptureMode, Device, GraphInfo, relaxed};
 use crate::error::{BoxError, Error, Result};
 use crate::storage::Tensor;
@@ -221,8 +219,8 @@ impl<D: Device> Capture<'_, D> {
     /// Adds an if to the graph: a conditional node, whose body runs at each launch at which the predicate holds. That is a tensor of one byte, true if it is not 0, read in stream
     /// order. `body` is called once, now, and enqueues what the node is to run on the stream that it is given. The capture's own stream takes no work meanwhile.
     ///
-    /// What the body allocates dies in it: results are written to memory that was allocated before the if. It may hold launches, copies, fills and ifs.
-    /// See [`Device::begin_if`] for what holds on its stream.
+    /// What the body allocates dies in it: results are written to memory that was allocated before the if. It may hold launches, copies (those from and to
+    /// pinned buffers too), fills and ifs. See [`Device::begin_if`] for what holds on its stream.
     ///
     /// # Errors
     /// The body's own: what it had enqueued stays in the node, so whoever does not want that drops the capture. [`Error::Predicate`];
@@ -232,16 +230,26 @@ impl<D: Device> Capture<'_, D> {
         predicate: &Tensor<D>,
         body: impl FnOnce(&mut IfBody<'_, D>) -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {
+        let own = self.stream.clone();
+        self.if_node_on(&own, predicate, body)
+    }
+
+    /// The same on a stream that forked off the capture's, which takes no work meanwhile; the others do.
+    ///
+    /// # Errors
+    /// As [`if_node`](Capture::if_node); [`Code::IllegalState`](crate::device::Code::IllegalState) where the stream does not take part in this capture.
+    pub fn if_node_on(
+        &mut self,
+        stream: &D::Stream,
+        predicate: &Tensor<D>,
+        body: impl FnOnce(&mut IfBody<'_, D>) -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
         let Some(window) = &self.window else {
             return Err(Error::NotCaptured.into());
         };
-        if_node(
-            &self.graph.allocator,
-            &window.pool,
-            &self.stream,
-            predicate,
-            body,
-        )
+        let (allocator, pool) = (&self.graph.allocator, &window.pool);
+        allocator.own_stream(stream)?;
+        if_node(allocator, pool, (&self.stream, stream), predicate, body)
     }
 
     /// Ends the capture and makes the graph executable.
@@ -285,7 +293,6 @@ pub struct IfBody<'c, D: Device> {
     allocator: &'c Allocator<D>,
     pool: &'c PoolHandle<D>,
     stream: &'c D::Stream,
-    born: &'c Born<D>,
 }
 
 impl<'c, D: Device> IfBody<'c, D> {
@@ -307,9 +314,7 @@ impl<'c, D: Device> IfBody<'c, D> {
     /// [`PoolError::OutOfMemory`](crate::pool::PoolError::OutOfMemory); the capture goes on.
     #[track_caller]
     pub fn alloc(&mut self, bytes: u64) -> Result<Tensor<D>> {
-        let tensor = self.pool.alloc_at(self.stream, bytes, Location::caller())?;
-        self.born.note(&tensor);
-        Ok(tensor)
+        self.pool.alloc_at(self.stream, bytes, Location::caller())
     }
 
     /// An if within: as [`Capture::if_node`].
@@ -321,7 +326,8 @@ impl<'c, D: Device> IfBody<'c, D> {
         predicate: &Tensor<D>,
         body: impl FnOnce(&mut IfBody<'_, D>) -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {
-        if_node(self.allocator, self.pool, self.stream, predicate, body)
+        let stream = self.stream;
+        if_node(self.allocator, self.pool, (stream, stream), predicate, body)
     }
 }
 
@@ -333,28 +339,24 @@ impl<D: Device> fmt::Debug for IfBody<'_, D> {
     }
 }
 
+/// An if of the capture of `own`, on a stream of it.
 fn if_node<D: Device>(
     allocator: &Allocator<D>,
     pool: &PoolHandle<D>,
-    stream: &D::Stream,
+    (own, stream): (&D::Stream, &D::Stream),
     predicate: &Tensor<D>,
     body: impl FnOnce(&mut IfBody<'_, D>) -> Result<(), BoxError>,
 ) -> Result<(), BoxError> {
     let predicate = predicate_of(allocator.device(), predicate)?;
-    let open = allocator.begin_body(stream, predicate)?;
-    let born = Born::new();
-    let route = allocator.route_body(open.stream(), pool, &born);
+    let open = allocator.begin_body(own, stream, predicate)?;
     let outcome = body(&mut IfBody {
         allocator,
         pool,
         stream: open.stream(),
-        born: &born,
     });
-    drop(route);
-    let ended = open.end();
+    let ended = open.end_without(pool);
     outcome?;
-    ended?;
-    Ok(refuse_escaped(&born, 0)?)
+    Ok(ended?)
 }
 
 impl<D: Device> Drop for Capture<'_, D> {

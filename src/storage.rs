@@ -583,6 +583,14 @@ impl<D: Device> Storage<D> {
         }
     }
 
+    /// If its death was ordered on one stream, it is on another from now on.
+    pub(crate) fn dies_on(&self, from: &D::Stream, to: &D::Stream) {
+        let mut custody = lock(&self.custody);
+        if custody.stream.as_ref() == Some(from) {
+            custody.stream = Some(to.clone());
+        }
+    }
+
     /// Its death is not told to the device: a graph that was launched before has written over it, and its memory is somebody else's by then; or it is
     /// in use on several streams.
     pub(crate) fn hush(&self) {
@@ -603,7 +611,7 @@ impl<D: Device> Storage<D> {
         }
         let noted = memory.note_use(stream);
         let mut custody = lock(&self.custody);
-        custody.uses.retain(|used| !used.is_on(stream));
+        custody.uses.retain(|used| !used.is_of(&noted));
         custody.uses.push(noted);
         drop(custody);
         // Its death has no place in the order of one stream.

@@ -4,16 +4,25 @@
 //! after the body. So a body reuses what died before it, and what dies in it is used again behind it. What is born in a body must die in it: at a launch that does not
 //! run the body, nobody tells the device of it. The death of what was born outside is told behind the node, whether or not the body runs.
 
-use super::uses::Deferred;
-use super::{Allocator, Books, Born, PoolHandle, RouteGuard, refuse_tensor};
-use crate::device::{Device, DeviceError, DevicePtr};
-use crate::error::{Error, Result};
-use crate::storage::Tensor;
+use std::sync::Arc;
 
-/// A stream that captures a body, and the one that stands for it in the books, by number.
-pub(super) struct BodyStream {
+use super::{Allocator, Books, Born, PoolHandle, refuse_tensor};
+use crate::device::{Call, Code, Device, DeviceError, DevicePtr};
+use crate::error::{Error, Result};
+use crate::storage::{Storage, Tensor};
+use crate::sync::thread::{self, ThreadId};
+
+/// The body of an if that is open.
+pub(super) struct BodyStream<D: Device> {
+    /// The stream that captures it, and the one that stands for it in the books, by number.
     id: u32,
     stands_for: u32,
+    /// Serial of the capture it belongs to; `None` where that was not begun through the allocator.
+    capture: Option<u64>,
+    /// Who is in its closure.
+    thread: ThreadId,
+    /// What was allocated in it, from whatever pool.
+    born: Born<D>,
 }
 
 /// An if of a capture whose body is open. Dropped, it is ended all the same.
@@ -22,6 +31,7 @@ pub(crate) struct OpenBody<D: Device> {
     /// What the if was begun on, and what captures its body.
     stream: D::Stream,
     body: D::Stream,
+    born: Born<D>,
     open: bool,
 }
 
@@ -32,52 +42,65 @@ impl<D: Device> Books<D> {
         body.map_or(id, |body| body.stands_for)
     }
 
+    /// Where an allocation for a stream is noted as a body's: the body that the stream captures, else the innermost of the stream's capture that this thread is in the closure of.
+    pub(super) fn born_in_body(&self, id: u32, capture: Option<usize>) -> Option<Born<D>> {
+        if self.bodies.is_empty() {
+            return None;
+        }
+        let mut innermost = self.bodies.iter().rev();
+        let by_stream = innermost.clone().find(|body| body.id == id);
+        let body = by_stream.or_else(|| {
+            let serial = self.captures[capture?].serial;
+            let thread = thread::current().id();
+            innermost.find(|body| body.capture == Some(serial) && body.thread == thread)
+        })?;
+        Some(body.born.clone())
+    }
+
     fn leave_body(&mut self, device: &D, body: &D::Stream, stream: &D::Stream) {
         let id = device.stream_id(body);
         self.bodies.retain(|body| body.id != id);
         for deferred in &mut self.deferred {
-            Deferred::rename(deferred, body, stream);
+            deferred.frees_on(body, stream);
         }
     }
 }
 
 impl<D: Device> Allocator<D> {
-    /// Adds an if to the capture of a stream, and opens its body.
+    /// Adds an if to the capture of `own`, on that stream or one that forked off it, and opens its body.
     pub(crate) fn begin_body(
         &self,
+        own: &D::Stream,
         stream: &D::Stream,
         predicate: DevicePtr,
     ) -> Result<OpenBody<D>, DeviceError> {
         let device = self.device();
+        if stream != own && device.capture_id(stream)? != device.capture_id(own)? {
+            let why = "the stream does not take part in the capture that the if is to be a node of: fork it off that";
+            let error = DeviceError::new(Call::BeginIf, Code::IllegalState, why);
+            return Err(device.refuse(stream, error, false));
+        }
         let body = device.create_stream()?;
         device.begin_if(stream, predicate, &body)?;
+        let born = Born::new();
         let mut books = self.shared.books();
-        let stands_for = books.stands_for(device.stream_id(stream));
-        books.bodies.push(BodyStream {
+        let capture = books.capture_of(device, stream);
+        let open = BodyStream {
             id: device.stream_id(&body),
-            stands_for,
-        });
+            stands_for: books.stands_for(device.stream_id(stream)),
+            capture: capture.map(|at| books.captures[at].serial),
+            thread: thread::current().id(),
+            born: born.clone(),
+        };
+        books.bodies.push(open);
         drop(books);
         Ok(OpenBody {
             allocator: self.clone(),
             stream: stream.clone(),
             body,
+            born,
             open: true,
         })
-    }
-
-    /// Routes allocations of a body of a single graph to its pool, and notes them.
-    pub(crate) fn route_body(
-        &self,
-        stream: &D::Stream,
-        pool: &PoolHandle<D>,
-        born: &Born<D>,
-    ) -> RouteGuard<D> {
-        let stands_for = self
-            .shared
-            .books()
-            .stands_for(self.device().stream_id(stream));
-        RouteGuard::body(&self.shared, stands_for, pool, born.clone())
     }
 }
 
@@ -92,12 +115,24 @@ impl<D: Device> OpenBody<D> {
         self.close()
     }
 
+    /// Ends the body, which may leave nothing behind that it allocated from this pool.
+    pub(crate) fn end_without(mut self, pool: &PoolHandle<D>) -> Result<()> {
+        let held = self.born.held_since(0);
+        self.close()?;
+        let escaped: Vec<_> = held.into_iter().filter(|s| s.in_pool(pool)).collect();
+        refuse(&escaped)
+    }
+
     fn close(&mut self) -> Result<(), DeviceError> {
         self.open = false;
         let device = self.allocator.device();
         let ended = device.end_if(&self.stream, &self.body);
         let mut books = self.allocator.shared.books();
         books.leave_body(device, &self.body, &self.stream);
+        drop(books);
+        for left in self.born.storages() {
+            left.dies_on(&self.body, &self.stream);
+        }
         ended
     }
 }
@@ -121,12 +156,15 @@ pub(crate) fn predicate_of<D: Device>(device: &D, predicate: &Tensor<D>) -> Resu
     }
 }
 
-/// The error for what was born in a body and is held behind it, if anything is.
+/// The error for what was noted behind the first `from` in a body and is held behind it, if anything is.
 pub(crate) fn refuse_escaped<D: Device>(born: &Born<D>, from: usize) -> Result<()> {
-    let held = born.held_since(from);
-    match held.first() {
-        None => Ok(()),
-        Some(first) => Err(Error::Escaped {
+    refuse(&born.held_since(from))
+}
+
+fn refuse<D: Device>(held: &[Arc<Storage<D>>]) -> Result<()> {
+    match held {
+        [] => Ok(()),
+        [first, ..] => Err(Error::Escaped {
             bytes: first.bytes(),
             at: first.made_at(),
             count: held.len(),

@@ -41,8 +41,8 @@ pub(crate) struct Baked<D: Device> {
 }
 
 impl<D: Device> Books<D> {
-    /// The capture that a stream belongs to, if it was begun through this allocator: on the stream, or on one that it forked off. (Of a fork of a broken capture
-    /// the device does not say which that is: the last one that this thread began.)
+    /// The capture that a stream belongs to, if it was begun through this allocator: on the stream, or on one that it forked off, or that it captures the body of an if of. (Of
+    /// a fork of a broken capture the device does not say which that is: the last one that this thread began.)
     pub(super) fn capture_of(&self, device: &D, stream: &D::Stream) -> Option<usize> {
         if self.captures.is_empty() {
             return None;
@@ -61,6 +61,12 @@ impl<D: Device> Books<D> {
             }
             Ok(CaptureStatus::None) | Err(_) => None,
         })
+    }
+
+    /// The stream that began the capture which a stream takes part in.
+    pub(super) fn origin_of(&self, device: &D, stream: &D::Stream) -> Option<&D::Stream> {
+        let at = self.capture_of(device, stream)?;
+        Some(&self.captures[at].stream)
     }
 }
 

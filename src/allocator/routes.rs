@@ -131,15 +131,6 @@ impl<D: Device> RouteGuard<D> {
         Self::install(shared, pool, Filter::Stream(stream), None)
     }
 
-    pub(super) fn body(
-        shared: &Arc<Shared<D>>,
-        stream: u32,
-        pool: &PoolHandle<D>,
-        born: Born<D>,
-    ) -> Self {
-        Self::install(shared, pool, Filter::Stream(stream), Some(born))
-    }
-
     pub(super) fn call(
         shared: &Arc<Shared<D>>,
         stream: u32,

@@ -25,8 +25,8 @@ pub(crate) struct Use<D: Device> {
 }
 
 impl<D: Device> Use<D> {
-    pub(crate) fn is_on(&self, stream: &D::Stream) -> bool {
-        self.stream == *stream
+    pub(crate) fn is_of(&self, other: &Use<D>) -> bool {
+        self.stream == other.stream
     }
 }
 
@@ -80,19 +80,10 @@ pub(super) struct Deferred<D: Device> {
 }
 
 impl<D: Device> Deferred<D> {
-    /// What was to be free after the work of one stream, is after that of another.
-    pub(super) fn rename(&mut self, from: &D::Stream, to: &D::Stream) {
-        let rename = |stream: &mut D::Stream| {
-            if stream == from {
-                *stream = to.clone();
-            }
-        };
-        self.stream.as_mut().map(rename);
-        if let Until::Done {
-            running, capturing, ..
-        } = &mut self.until
-        {
-            running.iter_mut().chain(capturing).for_each(rename);
+    /// What was to be free in the order of one stream, is in that of another.
+    pub(super) fn frees_on(&mut self, from: &D::Stream, to: &D::Stream) {
+        if self.stream.as_ref() == Some(from) {
+            self.stream = Some(to.clone());
         }
     }
 }
@@ -123,8 +114,10 @@ impl<D: Device> Books<D> {
         {
             elsewhere.note(stream);
         }
+        // A capture's work is one, and over with its end, whatever stream of it is named: that of an if's body captures no longer than the body.
+        let origin = captured.then(|| self.origin_of(device, stream)).flatten();
         Use {
-            stream: stream.clone(),
+            stream: origin.unwrap_or(stream).clone(),
             captured,
             call: self.routes.call_in(pool),
         }

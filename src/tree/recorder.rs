@@ -117,7 +117,7 @@ impl<'a, D: Device> Recorder<'a, D> {
     /// true. So a run in any phase computes what an uncompiled run does. Ifs may be nested.
     ///
     /// The body's work goes to the stream of the recorder that the body is given. What it allocates dies in it: results are written to memory that was allocated before the if.
-    /// It may hold launches, copies, fills and ifs; see [`Device::begin_if`](crate::device::Device::begin_if) for what holds on that stream.
+    /// It may hold launches, copies (those from and to pinned buffers too), fills and ifs; see [`Device::begin_if`](crate::device::Device::begin_if) for what holds on that stream.
     ///
     /// # Errors
     /// The body's own. While the function is recorded, one of those gives the recording up, and the call is answered eagerly: an uncompiled run has the error only if the predicate
@@ -131,41 +131,70 @@ impl<'a, D: Device> Recorder<'a, D> {
         predicate: &Tensor<D>,
         body: impl FnOnce(&mut Recorder<'_, D>) -> Result<(), BoxError>,
     ) -> Result<(), BoxError> {
+        self.if_node_on(self.stream, predicate, body)
+    }
+
+    /// The same on a stream that forked off the function's, which takes no work of the closure's meanwhile; the others do.
+    ///
+    /// # Errors
+    /// As [`if_node`](Recorder::if_node). While the function is captured, also where the stream does not take part in that capture.
+    #[track_caller]
+    pub fn if_node_on(
+        &mut self,
+        stream: &D::Stream,
+        predicate: &Tensor<D>,
+        body: impl FnOnce(&mut Recorder<'_, D>) -> Result<(), BoxError>,
+    ) -> Result<(), BoxError> {
+        self.allocator.own_stream(stream)?;
         let byte = predicate_of(self.device, predicate)?;
         let from = self.born.len();
         match self.phase {
-            Phase::Record | Phase::Inline => self.capture_if(byte, from, body, Location::caller()),
+            Phase::Record | Phase::Inline => {
+                self.capture_if((stream, byte), from, body, Location::caller())
+            }
             Phase::Warmup | Phase::Replay | Phase::Eager => {
-                if predicate.read(self.device, self.stream)? != [0] {
-                    body(self)?;
-                    refuse_escaped(self.born, from)?;
+                if predicate.read(self.device, stream)? == [0] {
+                    return Ok(());
                 }
-                Ok(())
+                self.call(stream, body)
+                    .unwrap_or_else(|p| resume_unwind(p))?;
+                Ok(refuse_escaped(self.born, from)?)
             }
         }
     }
 
+    /// Calls the body of an if with a recorder of the same call, on another stream.
+    fn call(
+        &mut self,
+        stream: &D::Stream,
+        body: impl FnOnce(&mut Recorder<'_, D>) -> Result<(), BoxError>,
+    ) -> std::thread::Result<Result<(), BoxError>> {
+        let mut inner = Recorder {
+            stream,
+            said: std::mem::take(&mut self.said),
+            ..*self
+        };
+        let outcome = catch_unwind(AssertUnwindSafe(|| body(&mut inner)));
+        self.said = inner.said;
+        outcome
+    }
+
     fn capture_if(
         &mut self,
-        predicate: DevicePtr,
+        (stream, predicate): (&D::Stream, DevicePtr),
         from: usize,
         body: impl FnOnce(&mut Recorder<'_, D>) -> Result<(), BoxError>,
         at: &'static Location<'static>,
     ) -> Result<(), BoxError> {
-        let open = match self.allocator.begin_body(self.stream, predicate) {
+        let begun = self.allocator.begin_body(self.stream, stream, predicate);
+        let open = match begun {
             Ok(open) => open,
             Err(error) => {
                 self.give_recording_up(&error);
                 return Err(error.into());
             }
         };
-        let mut inner = Recorder {
-            stream: open.stream(),
-            said: std::mem::take(&mut self.said),
-            ..*self
-        };
-        let outcome = catch_unwind(AssertUnwindSafe(|| body(&mut inner)));
-        self.said = inner.said;
+        let outcome = self.call(open.stream(), body);
         let escaped = refuse_escaped(self.born, from);
         // While the body captures, so that it dies there. What another pool gave goes its own way.
         for held in self.born.held_since(from) {

@@ -101,6 +101,12 @@ impl<O: Clone> Captures<O> {
         self.of(stream).map(|capture| capture.origin)
     }
 
+    /// The streams that take part in the capture of this one, as far as that is known.
+    pub(super) fn streams(&mut self, stream: u32) -> SmallVec<[u32; 4]> {
+        let capture = self.of(stream);
+        capture.map_or_else(SmallVec::new, |capture| capture.streams.clone())
+    }
+
     /// Whether a stream takes part in a body, as far as that is known.
     pub(super) fn is_in_body(&mut self, stream: u32) -> bool {
         self.of(stream)
@@ -356,7 +362,7 @@ impl Inner {
     }
 
     /// A capture and the bodies of its ifs are captures of their own to the driver: where one is broken, all are.
-    fn break_family(&self, stream: &Handle) {
+    pub(super) fn break_family(&self, stream: &Handle) {
         let family = lock(&self.begun).family(stream.id);
         for origin in family.iter().filter_map(Weak::upgrade) {
             self.break_capture(&origin);

@@ -28,10 +28,11 @@ pub(super) const CONDITIONAL: u32 = 13;
 
 const PTX: &[u8] = include_bytes!("conditional.ptx");
 
-/// The body of an if that is open.
+/// The body of an if that is open. Inner ones come after their outer ones in the device's list.
 pub(super) struct Body {
     /// The stream that the if was begun on.
     stream: u32,
+    outer: Weak<Handle>,
     /// The stream that captures the body.
     body: u32,
     handle: Weak<Handle>,
@@ -101,7 +102,10 @@ pub(super) fn begin_if(
     // From here on the graph may have what it should not.
     begun
         .and_then(|graph| device.begin_body(call, stream, body, graph))
-        .inspect_err(|_| device.break_capture(stream))
+        .inspect_err(|_| {
+            device.break_capture(stream);
+            device.break_family(stream);
+        })
 }
 
 /// What [`Device::end_if`](crate::device::Device::end_if) does. The context is current.
@@ -123,7 +127,7 @@ pub(super) fn end_if(device: &Arc<Inner>, stream: &Arc<Handle>, body: &Arc<Handl
     let ended = {
         let mut bodies = lock(&device.bodies);
         let at = bodies.iter().position(is_it);
-        at.map(|at| bodies.swap_remove(at))
+        at.map(|at| bodies.remove(at))
     };
     let info = ended.map(|ended| ended.info).unwrap_or_default();
     let sound = match device.status(call, stream)? {
@@ -191,7 +195,7 @@ impl Inner {
             let open = {
                 let mut bodies = lock(&self.bodies);
                 let at = bodies.iter().position(|b| b.stream == stream);
-                at.map(|at| bodies.swap_remove(at))
+                at.map(|at| bodies.remove(at))
             };
             let Some(open) = open else { return any };
             any = true;
@@ -208,9 +212,37 @@ impl Inner {
         }
     }
 
-    /// Forgets the bodies that are open on a stream which goes.
-    pub(super) fn forget_bodies(&self, stream: u32) {
-        lock(&self.bodies).retain(|b| b.stream != stream);
+    /// Ends the bodies that are open on the streams of the capture of one, which ends. Whether there were any.
+    pub(super) fn close_all_bodies(&self, stream: &Handle) -> bool {
+        if lock(&self.bodies).is_empty() {
+            return false;
+        }
+        let streams = lock(&self.begun).streams(stream.id);
+        let closed = streams.iter().map(|one| self.close_bodies(*one));
+        // All of them, not up to the first.
+        closed.fold(self.close_bodies(stream.id), |any, one| any | one)
+    }
+
+    /// Ends the bodies that are open on a stream which goes.
+    pub(super) fn leave_bodies(&self, stream: u32) {
+        if lock(&self.bodies).iter().any(|b| b.stream == stream)
+            && let Some(_ending) = self.ending("cuStreamEndCapture")
+        {
+            self.close_bodies(stream);
+        }
+    }
+
+    /// The number of the whole, where that of a capture is a body's. The context is current.
+    pub(super) fn whole_capture(&self, mut id: u64) -> Option<u64> {
+        let both = |b: &Body| Some((b.handle.upgrade()?, b.outer.upgrade()?));
+        // Dropped outside of the lock: they may be the last of their streams.
+        let open: Vec<_> = lock(&self.bodies).iter().filter_map(both).collect();
+        for (body, outer) in open.iter().rev() {
+            if self.capture_id(body) == Some(id) {
+                id = self.capture_id(outer)?;
+            }
+        }
+        Some(id)
     }
 
     /// Destroys a graph that a capture gave, and that nobody else has. The context is current.
@@ -481,6 +513,7 @@ impl Inner {
         lock(&self.begun).begin_body(body.id, handle.clone(), mode, stream.id);
         lock(&self.bodies).push(Body {
             stream: stream.id,
+            outer: Arc::downgrade(stream),
             body: body.id,
             handle,
             graph,
@@ -556,4 +589,17 @@ impl Inner {
 fn zeroed() -> sys::CUgraphNodeParams {
     // SAFETY: a plain struct of the driver's: numbers, an enum of which zero is a value, and a union of plain structs.
     unsafe { std::mem::zeroed() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ptx;
+    use super::PTX;
+
+    #[test]
+    fn the_kernel_takes_the_handle_and_the_address() {
+        let text = std::str::from_utf8(PTX).unwrap();
+        let kernels: Vec<_> = ptx::parameters(text).into_iter().collect();
+        assert_eq!(kernels, [("cudagraph_trees_if".into(), 2)]);
+    }
 }

@@ -115,7 +115,7 @@ pub(super) fn end_capture(device: &Arc<Inner>, stream: &Handle) -> Result<CudaGr
         let error = DeviceError::new(call, Code::StreamCaptureUnmatched, why);
         return Err(device.refused(Some(stream), 0, error));
     }
-    let open = device.close_bodies(stream.id);
+    let open = device.close_all_bodies(stream);
     let bodies = lock(&device.begun).bodies(stream.id);
     let broken = device.first_refusal(stream);
     let events = device.take_events(stream);

@@ -99,7 +99,7 @@ impl Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.capture_ended();
-        self.device.forget_bodies(self.id);
+        self.device.leave_bodies(self.id);
         lock(&self.device.streams).remove(&self.id);
         if let Some(stream) = self.cudarc.take()
             && Arc::into_inner(stream).is_none()

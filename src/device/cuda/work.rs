@@ -500,7 +500,8 @@ impl Device for CudaDevice {
             return Ok(None);
         }
         let _current = self.inner.current(call)?;
-        Ok(self.inner.capture_id(&stream.0))
+        let id = self.inner.capture_id(&stream.0);
+        Ok(id.and_then(|id| self.inner.whole_capture(id)))
     }
 
     fn end_capture(&self, stream: &CudaStream) -> Result<CudaGraph> {

@@ -144,7 +144,7 @@ impl State {
     pub(super) fn capture_id(&self, key: StreamKey) -> Option<u64> {
         let joined = self.streams[key].joined.as_ref()?;
         let sound = !self.is_broken(joined.capture);
-        sound.then(|| joined.capture.data().as_ffi())
+        sound.then(|| self.root(joined.capture).data().as_ffi())
     }
 
     pub(super) fn end_capture(&mut self, key: StreamKey) -> Result<Template> {

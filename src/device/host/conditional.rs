@@ -12,6 +12,9 @@ use super::work::Work;
 use crate::device::{Call, CaptureMode, Code, DeviceError, DevicePtr, Result};
 use crate::sync::thread;
 
+/// Why a body is refused for what it holds.
+const NOT_IN_A_BODY: &str = "the body holds memory nodes, events, host functions or copies from or to pageable memory; it may hold launches, copies, fills and ifs";
+
 /// Where the capture of an if's body belongs.
 #[derive(Clone, Copy)]
 pub(super) struct BodyOf {
@@ -107,12 +110,28 @@ impl State {
 
     /// An inner if cuts a body: what comes before is closed.
     fn cross_border(&mut self, call: Call, capture: CaptureKey, of: BodyOf) -> Result<()> {
-        let Capture { origin, mode, .. } = self.captures[capture];
+        let Capture {
+            origin,
+            mode,
+            owner,
+            ..
+        } = self.captures[capture];
+        if mode != CaptureMode::Relaxed && owner != thread::current().id() {
+            let why = "an inner if closes what its body holds so far, and the body was begun by another thread";
+            return Err(self.invalidate_own(capture, call, Code::StreamCaptureWrongThread, why));
+        }
         let joined = self.streams[origin].joined.as_ref();
         if !joined.is_some_and(|joined| is_joined(&self.captures[capture].dag, &joined.after)) {
             let why =
                 "a stream that forked off the body has not joined it; it must before an inner if";
             return Err(self.invalidate_own(capture, call, Code::StreamCaptureUnjoined, why));
+        }
+        if !self.captures[capture]
+            .dag
+            .node_weights()
+            .all(may_be_in_a_body)
+        {
+            return Err(self.invalidate_own(capture, call, Code::NotSupported, NOT_IN_A_BODY));
         }
         if let Some(ended) = self.leave_capture(capture) {
             self.open_capture(origin, mode, Some(of), ended.dag, ended.after_origin);
@@ -162,8 +181,7 @@ impl State {
                 "a stream that forked off the body has not joined it",
             )
         } else if !ended.dag.node_weights().all(may_be_in_a_body) {
-            let why = "the body holds memory nodes, events, host functions or copies from or to pageable memory; it may hold launches, copies, fills and ifs";
-            (Code::NotSupported, why)
+            (Code::NotSupported, NOT_IN_A_BODY)
         } else {
             if let Some(Work::If { body, .. }) = self.captures[own].dag.node_weight_mut(of.node) {
                 *body = Arc::new(ended.dag);
@@ -218,6 +236,8 @@ fn may_be_in_a_body(work: &Work) -> bool {
         Work::Kernel { .. }
             | Work::Copy { .. }
             | Work::Fill { .. }
+            | Work::FromPinned { .. }
+            | Work::ToPinned { .. }
             | Work::If { .. }
             | Work::Mark { .. }
     )

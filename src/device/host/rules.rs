@@ -282,7 +282,11 @@ impl State {
         self.refuse_stale(call, capture)?;
         if let Some(own) = own.filter(|&own| own != capture) {
             let why = "the event belongs to another capture";
-            self.invalidate_own(own, call, Code::StreamCaptureMerge, why);
+            let refused = self.invalidate_own(own, call, Code::StreamCaptureMerge, why);
+            // A body, and the capture or another body of it, are broken as one.
+            if self.root(own) == self.root(capture) {
+                return Err(refused);
+            }
             return Err(self.invalidate(capture, call, Code::StreamCaptureMerge, why));
         }
         if self.is_broken(capture) {
