@@ -12,19 +12,26 @@ use cudagraph_trees::device::{
     Call, CaptureMode, CaptureStatus, Code, Device, DeviceError, DevicePtr, GatherSlot, GraphInfo,
 };
 use cudagraph_trees::pool::PoolError;
-use cudagraph_trees::{BoxError, CaptureOptions, Error, Graph, IfBody, Tensor};
+use cudagraph_trees::{BoxError, CaptureOptions, Error, Generator, Graph, IfBody, Tensor};
 
 suite!(
     cap_15_forty_bodies_in_one_graph,
     cap_15_forty_graphs_with_a_body,
     pool_30_a_capture_and_its_bodies,
     pool_31_the_end_of_the_whole_ends_its_bodies,
+    pool_31_a_body_that_is_open_on_a_fork,
     t3_06_a_body_that_is_broken,
     t3_06_a_broken_body_is_left,
     the_predicate_is_read_in_stream_order,
     nested,
     what_a_graph_holds,
     memory_goes_through_a_body,
+    a_body_is_of_its_captures_graph,
+    draws_of_a_body_are_its_graphs,
+    pinned_copies_of_a_body_are_its_graphs,
+    what_a_body_uses_waits_for_the_whole_capture,
+    bodies_that_were_begun_past_the_allocator,
+    on_a_fork,
     what_died_outside_is_used_inside,
     what_is_born_in_a_body_dies_in_it,
     a_predicate_is_one_byte,
@@ -313,6 +320,32 @@ fn pool_31_the_end_of_the_whole_ends_its_bodies<D: Device>(rig: Rig<D>) {
     }
     all_is_well(&rig);
     drop(holds);
+    rig.finish();
+}
+
+fn pool_31_a_body_that_is_open_on_a_fork<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let holds = byte(&rig, 1);
+    let predicate = holds.ptr().unwrap();
+    let (fork, body) = (d.create_stream().unwrap(), d.create_stream().unwrap());
+    let event = d.create_event().unwrap();
+    d.begin_capture(&rig.stream, CaptureMode::ThreadLocal)
+        .unwrap();
+    d.record(&event, &rig.stream).unwrap();
+    d.wait(&fork, &event).unwrap();
+    d.begin_if(&fork, predicate, &body).unwrap();
+    // The capture's own stream takes work meanwhile.
+    d.fill(&rig.stream, predicate, 1, 1).unwrap();
+    let ended = d.end_capture(&rig.stream).unwrap_err();
+    assert_eq!(ended.code, Code::StreamCaptureUnjoined);
+    for stream in [&rig.stream, &fork, &body] {
+        assert_eq!(d.capture_status(stream), Ok(CaptureStatus::None));
+        d.fill(stream, predicate, 1, 1).unwrap();
+        d.synchronize(stream).unwrap();
+    }
+    assert_eq!(d.end_if(&fork, &body).unwrap_err().code, Code::IllegalState);
+    all_is_well(&rig);
+    drop((holds, event));
     rig.finish();
 }
 
@@ -629,6 +662,267 @@ fn memory_goes_through_a_body<D: Device>(rig: Rig<D>) {
         assert_eq!(rig.read(&y), [10.0 * f32::from(value); 1000]);
     }
     drop((holds, x, y, pool, graph));
+    rig.finish();
+}
+
+fn a_body_is_of_its_captures_graph<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let holds = byte(&rig, 1);
+    let (side, event) = (d.create_stream().unwrap(), d.create_event().unwrap());
+    let mut graph = Graph::new(&rig.allocator);
+    let mut capture = graph.capture(&rig.stream).unwrap();
+    let whole = d.capture_id(&rig.stream).unwrap();
+    assert_ne!(whole, None);
+    capture
+        .if_node(&holds, |body| {
+            assert_eq!(d.capture_id(body.stream())?, whole);
+            for _ in 0..2 {
+                // Before an inner if, and behind it.
+                d.record(&event, body.stream())?;
+                d.wait(&side, &event)?;
+                assert_eq!(d.capture_id(&side)?, whole);
+                // What is allocated for the fork is the capture's, and the body's.
+                let temporary = rig.allocator.alloc(&side, 64)?;
+                d.fill(&side, temporary.ptr()?, 1, 64)?;
+                drop(temporary);
+                d.record(&event, &side)?;
+                d.wait(body.stream(), &event)?;
+                body.if_node(&holds, |inner| {
+                    assert_eq!(d.capture_id(inner.stream())?, whole);
+                    Ok(())
+                })?;
+            }
+            Ok(())
+        })
+        .unwrap();
+    // On the fork, too, nothing may be held.
+    let mut kept = None;
+    let escaped = capture.if_node(&holds, |body| {
+        d.record(&event, body.stream())?;
+        d.wait(&side, &event)?;
+        kept = Some(rig.allocator.alloc(&side, 48)?);
+        d.record(&event, &side)?;
+        Ok(d.wait(body.stream(), &event)?)
+    });
+    match escaped.unwrap_err().downcast_ref() {
+        Some(Error::Escaped { bytes, count, .. }) => assert_eq!((*bytes, *count), (48, 1)),
+        other => panic!("{other:?}"),
+    }
+    // Another thread's allocation for the capture is none of the body's, though the body is open.
+    let stream = rig.stream.clone();
+    let mut others = None;
+    capture
+        .if_node(&holds, |_| {
+            let there = || rig.allocator.alloc(&stream, 32);
+            others = Some(std::thread::scope(|s| s.spawn(there).join().unwrap())?);
+            Ok(())
+        })
+        .unwrap();
+    capture.end().unwrap();
+    assert_eq!(graph.pool().unwrap().stats().live_blocks.current, 2);
+    graph.replay(&rig.stream).unwrap();
+    drop((holds, event, kept, others, graph));
+    rig.finish();
+}
+
+fn draws_of_a_body_are_its_graphs<D: Device>(rig: Rig<D>) {
+    const N: u64 = 8;
+    let (d, holds, x) = (&rig.device, byte(&rig, 1), rig.floats(&[0.0; N as usize]));
+    let reference = Generator::new(&rig.allocator, &rig.stream, 9).unwrap();
+    let next = || {
+        reference.uniform(&rig.stream, x.ptr().unwrap(), N).unwrap();
+        rig.read(&x)
+    };
+    let before = rig.allocator.stats().live_blocks.current;
+    let generator = Generator::new(&rig.allocator, &rig.stream, 9).unwrap();
+    let mut graph = Graph::new(&rig.allocator);
+    let mut capture = graph.capture(&rig.stream).unwrap();
+    let y = capture.alloc(4 * N).unwrap();
+    let draw = |stream: &D::Stream| generator.uniform(stream, y.ptr().unwrap(), N);
+    capture
+        .if_node(&holds, |body| {
+            draw(body.stream())?;
+            body.if_node(&holds, |inner| Ok(draw(inner.stream())?))
+        })
+        .unwrap();
+    capture.end().unwrap();
+    drop(generator);
+    // Its state is the graph's: nobody gets it.
+    let others: Vec<_> = (0..8).map(|_| rig.floats(&[7.0; 2])).collect();
+    for value in [1, 0, 1, 1, 0] {
+        set(&rig, &holds, value);
+        rig.put(&y, &[-1.0; N as usize]);
+        graph.replay(&rig.stream).unwrap();
+        let mut drawn = vec![-1.0; N as usize];
+        for _ in 0..2 * value {
+            drawn = next();
+        }
+        assert_eq!(rig.read(&y), drawn);
+    }
+    drop((graph, y, others));
+    d.synchronize(&rig.stream).unwrap();
+    rig.allocator.trim().unwrap();
+    assert_eq!(rig.allocator.stats().live_blocks.current, before);
+    drop((holds, x, reference));
+    rig.finish();
+}
+
+fn pinned_copies_of_a_body_are_its_graphs<D: Device>(rig: Rig<D>) {
+    let bytes =
+        |value: f32| -> Vec<u8> { [value; 8].iter().flat_map(|v| v.to_le_bytes()).collect() };
+    let holds = byte(&rig, 0);
+    let (source, target) = (
+        rig.allocator.alloc_pinned(32).unwrap(),
+        rig.allocator.alloc_pinned(32).unwrap(),
+    );
+    source.write(0, &bytes(3.0)).unwrap();
+    target.write(0, &bytes(-1.0)).unwrap();
+    let mut graph = Graph::new(&rig.allocator);
+    let mut capture = graph.capture(&rig.stream).unwrap();
+    let y = capture.alloc(32).unwrap();
+    rig.kernels
+        .fill(&rig.device, capture.stream(), y.ptr().unwrap(), 8, 0.5)
+        .unwrap();
+    capture
+        .if_node(&holds, |body| {
+            y.copy_from_pinned(body.stream(), &source, 0)?;
+            body.if_node(&holds, |inner| {
+                Ok(y.copy_to_pinned(inner.stream(), &target, 0)?)
+            })
+        })
+        .unwrap();
+    capture.end().unwrap();
+    assert_eq!(graph.info().unwrap().copies, 2);
+    // Kept for no longer than the graph lives, and so nobody else's.
+    assert_eq!(rig.allocator.pinned_stats().kept, 0);
+    let address = source.address();
+    drop(source);
+    let others: Vec<_> = (0..4)
+        .map(|_| rig.allocator.alloc_pinned(32).unwrap())
+        .collect();
+    assert!(others.iter().all(|other| other.address() != address));
+    let mut read = vec![0; 32];
+    for (value, y_is, told) in [(0, 0.5, -1.0), (1, 3.0, 3.0), (0, 0.5, 3.0)] {
+        set(&rig, &holds, value);
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&y), [y_is; 8]);
+        target.read(0, &mut read).unwrap();
+        assert_eq!(read, bytes(told));
+    }
+    drop((holds, y, target, others, graph));
+    rig.finish();
+}
+
+/// Memory of another stream that a body reads is not used again before the whole capture is over: the body's stream captures no longer than the body.
+fn what_a_body_uses_waits_for_the_whole_capture<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let (holds, other) = (byte(&rig, 1), d.create_stream().unwrap());
+    let x = rig.allocator.alloc(&other, 4096).unwrap();
+    d.fill(&other, x.ptr().unwrap(), 0, 4096).unwrap();
+    d.synchronize(&other).unwrap();
+    let place = x.ptr().unwrap();
+    let mut graph = Graph::new(&rig.allocator);
+    let mut capture = graph.capture(&rig.stream).unwrap();
+    let y = capture.alloc(4096).unwrap();
+    capture
+        .if_node(&holds, |body| {
+            scale(&rig, body, &y, &x, 1.0, 0.0);
+            x.record_stream(body.stream())?;
+            drop(x);
+            Ok(())
+        })
+        .unwrap();
+    let during = rig.allocator.alloc(&other, 4096).unwrap();
+    assert_ne!(during.ptr().unwrap(), place);
+    capture.end().unwrap();
+    let after = rig.allocator.alloc(&other, 4096).unwrap();
+    assert_eq!(after.ptr().unwrap(), place);
+    drop((holds, y, during, after, graph));
+    rig.finish();
+}
+
+/// A library adds an if by the device alone: what is allocated there is the capture's all the same.
+fn bodies_that_were_begun_past_the_allocator<D: Device>(rig: Rig<D>) {
+    let (d, holds, x) = (&rig.device, byte(&rig, 1), rig.floats(&[1.0; 4]));
+    let body = d.create_stream().unwrap();
+    let mut graph = Graph::new(&rig.allocator);
+    let capture = graph.capture(&rig.stream).unwrap();
+    let y = rig.captured(&capture, &x, 1.0, 0.0);
+    d.begin_if(&rig.stream, holds.ptr().unwrap(), &body)
+        .unwrap();
+    let temporary = rig.allocator.alloc(&body, 16).unwrap();
+    rig.scale_into(&body, &temporary, &x, 1.0, 1.0);
+    rig.scale_into(&body, &y, &temporary, 10.0, 0.0);
+    drop(temporary);
+    d.end_if(&rig.stream, &body).unwrap();
+    capture.end().unwrap();
+    // Of this stream, and of the body's.
+    let stats = graph.pool().unwrap().stats();
+    assert_eq!((stats.segments.current, stats.live_blocks.current), (2, 1));
+    for value in [1, 0, 1] {
+        set(&rig, &holds, value);
+        graph.replay(&rig.stream).unwrap();
+        assert_eq!(rig.read(&y), [if value == 1 { 20.0 } else { 1.0 }; 4]);
+    }
+    drop((holds, x, y, graph));
+    rig.finish();
+}
+
+/// An if on a stream that forked off, beside which the capture's own stream goes on.
+fn on_a_fork<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let (holds, x) = (byte(&rig, 1), rig.floats(&[1.0; 256]));
+    let [side, idle, elsewhere] = std::array::from_fn(|_| d.create_stream().unwrap());
+    let event = d.create_event().unwrap();
+    let mut graph = Graph::new(&rig.allocator);
+    let mut capture = graph.capture(&rig.stream).unwrap();
+    let (y, z) = (
+        rig.captured(&capture, &x, 1.0, 0.0),
+        rig.captured(&capture, &x, 1.0, 0.0),
+    );
+    // Streams that take no part in the capture.
+    let refused = |result: Result<(), BoxError>| {
+        let error = device_error(result.unwrap_err());
+        assert_eq!(
+            (error.call, error.code),
+            (Call::BeginIf, Code::IllegalState)
+        );
+    };
+    refused(capture.if_node_on(&idle, &holds, |_| Ok(())));
+    d.begin_capture(&elsewhere, CaptureMode::ThreadLocal)
+        .unwrap();
+    refused(capture.if_node_on(&elsewhere, &holds, |_| Ok(())));
+    d.end_capture(&elsewhere).unwrap();
+    d.record(&event, capture.stream()).unwrap();
+    d.wait(&side, &event).unwrap();
+    let own = capture.stream().clone();
+    capture
+        .if_node_on(&side, &holds, |body| {
+            let temporary = body.alloc(1024)?;
+            scale(&rig, body, &temporary, &x, 1.0, 1.0);
+            // Meanwhile, elsewhere in the capture.
+            rig.scale_into(&own, &z, &x, 3.0, 0.0);
+            scale(&rig, body, &y, &temporary, 10.0, 0.0);
+            body.if_node(&holds, |inner| {
+                scale(&rig, inner, &temporary, &y, 1.0, 0.0);
+                scale(&rig, inner, &y, &temporary, 1.0, 0.5);
+                Ok(())
+            })
+        })
+        .unwrap();
+    d.record(&event, &side).unwrap();
+    d.wait(capture.stream(), &event).unwrap();
+    let sum = capture.alloc(1024).unwrap();
+    let [to, a, b] = [&sum, &y, &z].map(|t| t.ptr().unwrap());
+    rig.kernels.add(d, capture.stream(), to, a, b, 256).unwrap();
+    capture.end().unwrap();
+    for value in [1, 0, 1, 0] {
+        set(&rig, &holds, value);
+        graph.replay(&rig.stream).unwrap();
+        let y_is = if value == 1 { 20.5 } else { 1.0 };
+        assert_eq!(rig.read(&sum), [y_is + 3.0; 256]);
+    }
+    drop((holds, x, y, z, sum, event, graph));
     rig.finish();
 }
 

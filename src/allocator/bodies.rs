@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use super::{Allocator, Books, Born, PoolHandle, refuse_tensor};
-use crate::device::{Call, Code, Device, DeviceError, DevicePtr};
+use crate::device::{Call, Code, Device, DeviceError, DevicePtr, relaxed};
 use crate::error::{Error, Result};
 use crate::storage::{Storage, Tensor};
 use crate::sync::thread::{self, ThreadId};
@@ -80,7 +80,7 @@ impl<D: Device> Allocator<D> {
             let error = DeviceError::new(Call::BeginIf, Code::IllegalState, why);
             return Err(device.refuse(stream, error, false));
         }
-        let body = device.create_stream()?;
+        let body = relaxed(device, || device.create_stream())?;
         device.begin_if(stream, predicate, &body)?;
         let born = Born::new();
         let mut books = self.shared.books();

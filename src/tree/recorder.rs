@@ -190,7 +190,7 @@ impl<'a, D: Device> Recorder<'a, D> {
         let open = match begun {
             Ok(open) => open,
             Err(error) => {
-                self.give_recording_up(&error);
+                self.give_recording_up(error.clone());
                 return Err(error.into());
             }
         };
@@ -209,21 +209,19 @@ impl<'a, D: Device> Recorder<'a, D> {
                 Ok(escaped?)
             }
             Ok(Err(error)) => {
-                self.give_recording_up(&*error);
+                self.give_recording_up(body_failed(&*error));
                 Err(error)
             }
             Err(panic) => {
-                self.give_recording_up(&"it panicked");
+                self.give_recording_up(body_failed(&"it panicked"));
                 resume_unwind(panic)
             }
         }
     }
 
     /// Breaks the capture of a recording, which lacks a part of an if.
-    fn give_recording_up(&self, why: &dyn fmt::Display) {
+    fn give_recording_up(&self, error: DeviceError) {
         if self.phase == Phase::Record {
-            let detail = format!("the body of an if failed while it was captured: {why}");
-            let error = DeviceError::new(Call::EndIf, Code::IllegalState, detail);
             self.device.refuse(self.stream, error, true);
         }
     }
@@ -257,6 +255,11 @@ impl<'a, D: Device> Recorder<'a, D> {
     pub fn phase(&self) -> Phase {
         self.phase
     }
+}
+
+fn body_failed(why: &dyn fmt::Display) -> DeviceError {
+    let detail = format!("the body of an if failed while it was captured: {why}");
+    DeviceError::new(Call::EndIf, Code::IllegalState, detail)
 }
 
 impl<D: Device> fmt::Debug for Recorder<'_, D> {

@@ -94,6 +94,7 @@ pub(super) fn begin_if(
         );
         return refuse(Code::NotSupported, detail);
     }
+    let _relaxed = device.relax(call)?;
     let kernel = device.if_kernel()?;
     let begun = match inner {
         true => device.add_inner(call, stream, &kernel, predicate),
