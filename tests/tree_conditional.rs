@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use common::{Ops, Rig};
+use common::{Ops, Rig, wrapped};
 use cudagraph_trees::device::host::HostDevice;
 use cudagraph_trees::device::{Call, Code, Device};
 use cudagraph_trees::pool::PoolError;
@@ -948,4 +948,56 @@ fn t3_06_the_device_holds_what_it_held() {
     let after = held();
     assert_eq!((after.0, after.2, after.3, after.4), (before.0, 0, 0, 0));
     rig.finish();
+}
+
+/// Each call that a run with an if makes fails once: an error or an eager answer, and never anything left behind.
+#[test]
+fn each_call_of_an_if_fails_once() {
+    let calls = [
+        Call::CreateStream,
+        Call::BeginIf,
+        Call::EndIf,
+        Call::Launch,
+        Call::Read,
+        Call::Map,
+        Call::CaptureStatus,
+        Call::CaptureId,
+        Call::ExchangeCaptureMode,
+    ];
+    for call in calls {
+        for nth in 1..=4 {
+            for runs_before in 0..=2 {
+                let rig = Rig::new(wrapped());
+                let (f, _) = gated(&rig, FunctionSpec::new("f"));
+                for value in [1, 0].into_iter().take(runs_before) {
+                    run(&rig, &f, 1.0, value);
+                }
+                let (x, holds) = (rig.floats(&[2.0; 64]), byte(&rig, 1));
+                rig.device.fail(call, nth, Code::Other(777));
+                {
+                    let step = rig.trees.step();
+                    let mut args = [lend(&x), lend(&holds)];
+                    let outcome = rig.trees.run(&f, &step, &[], &rig.stream, &mut args);
+                    rig.device.clear();
+                    match outcome {
+                        Ok(out) => assert_eq!(rig.read(&out[0]), [expected(2.0, 1); 64]),
+                        Err(error) => {
+                            let text = format!("{error} {error:?}");
+                            assert!(
+                                text.contains("777") || text.contains("OutOfMemory"),
+                                "{text}"
+                            );
+                        }
+                    }
+                    rig.trees.audit().unwrap();
+                    assert_eq!(rig.device.inner().counts().captures, 0);
+                }
+                for value in [0, 1, 0] {
+                    run(&rig, &f, 3.0, value);
+                }
+                drop((f, x, holds));
+                rig.finish();
+            }
+        }
+    }
 }

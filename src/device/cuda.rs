@@ -19,6 +19,8 @@
 //! * **Captures** that are begun here have a log: an error on one of their streams says which operation it was, and what broke the capture
 //!   ([`DeviceError::position`], [`DeviceError::first`]). Which streams take part is known by events recorded and waited for through the device;
 //!   what others do with its streams and events, the log does not see.
+//! * **Ifs** are conditional nodes. A body is captured apart from its node and becomes a child graph in it; an inner if cuts its body into two. So a body that is broken never
+//!   comes near the node. A kernel of one thread in front of the node reads the predicate.
 //! * **Addresses** are the caller's word. A kernel that is given a wrong one faults, or writes where it should not.
 //!
 //! # Beside cudarc and CUDA's libraries
@@ -29,8 +31,8 @@
 //!   that breaks it. Our views have no such events, so calls that take only views are safe there; for `CudaSlice`s, call
 //!   `CudaContext::disable_event_tracking` before the first is made, and drop none inside a capture. A `PinnedHostSlice` uses its event whatever is disabled.
 //! * **cuBLAS** allocates its workspace inside the capture unless it has one: [`set_cublas_workspace`].
-//! * **Conditional nodes** are not made here. Where a capture of your own has a conditional body that was invalidated, end the body's capture before the parent's:
-//!   some drivers crash at the end of the parent otherwise (a driver's defect, reported publicly; the runtime cannot catch it).
+//! * **Conditional nodes** of a capture of your own, made past the device: where the capture of a body was invalidated, end it before the parent's. Some drivers crash at the end of the parent
+//!   otherwise (a driver's defect, reported publicly as cuda-python's issue 2918; the runtime cannot catch it). Those that [`begin_if`](super::Device::begin_if) makes are safe from it.
 //! * **NCCL**: drop the graphs that captured collectives before the communicator.
 
 mod captures;
