@@ -407,7 +407,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// `stream` takes no work meanwhile (a [`mark`](Device::mark) comes after the node). A refusal in a body breaks the whole capture, as one anywhere else in it does.
     ///
     /// # Errors
-    /// [`Code::IllegalState`] where `stream` does not capture, or `body` does; [`Code::NotSupported`] on a stream that forked off a body, and from a device without such nodes.
+    /// [`Code::IllegalState`] where `stream` does not capture, or `body` does; [`Code::NotSupported`] on a stream that forked off a body, and from a device without such nodes; on a
+    /// body's own stream, of which what it holds so far is closed, those of [`end_if`](Device::end_if), which break the capture.
     fn begin_if(
         &self,
         stream: &Self::Stream,

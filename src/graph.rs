@@ -352,7 +352,7 @@ fn if_node<D: Device>(
     let outcome = body(&mut IfBody {
         allocator,
         pool,
-        stream: open.stream(),
+        stream: open.body(),
     });
     let ended = open.end_without(pool);
     outcome?;

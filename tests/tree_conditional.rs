@@ -755,7 +755,7 @@ fn a_body_that_cannot_be_captured<D: Device>(rig: Rig<D>) {
 
 fn no_memory_in_a_body<D: Device>(rig: Rig<D>) {
     for inner in [false, true] {
-        let takes = |rec: &mut Recorder<'_, D>| Ok(drop(rec.alloc(1 << 46)?));
+        let takes = |rec: &mut Recorder<'_, D>| Ok(drop(rec.alloc(1 << 50)?));
         let (f, when) = failing(&rig, inner, Arc::new(takes));
         assert_eq!(run(&rig, &f, 1.0, 1), Warmup);
         when.store(3, Ordering::Relaxed);
@@ -770,7 +770,7 @@ fn no_memory_in_a_body<D: Device>(rig: Rig<D>) {
         assert_eq!(phase, Eager);
         match source.downcast_ref() {
             Some(Error::Pool(PoolError::OutOfMemory { requested, .. })) => {
-                assert_eq!(*requested, 1 << 46);
+                assert_eq!(*requested, 1 << 50);
             }
             _ => panic!("{source}"),
         }

@@ -106,7 +106,7 @@ impl<D: Device> Allocator<D> {
 
 impl<D: Device> OpenBody<D> {
     /// The stream that captures the body.
-    pub(crate) fn stream(&self) -> &D::Stream {
+    pub(crate) fn body(&self) -> &D::Stream {
         &self.body
     }
 

@@ -194,7 +194,7 @@ impl<'a, D: Device> Recorder<'a, D> {
                 return Err(error.into());
             }
         };
-        let outcome = self.call(open.stream(), body);
+        let outcome = self.call(open.body(), body);
         let escaped = refuse_escaped(self.born, from);
         // While the body captures, so that it dies there. What another pool gave goes its own way.
         for held in self.born.held_since(from) {

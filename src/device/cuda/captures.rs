@@ -66,6 +66,10 @@ impl<O: Clone> Captures<O> {
 
     fn open(&mut self, origin: u32, handle: O, mode: CaptureMode, root: Option<Serial>) {
         self.end(origin);
+        // It does not capture, so whatever it took part in is over.
+        for capture in &mut self.underway {
+            capture.streams.retain(|other| *other != origin);
+        }
         self.begun += 1;
         self.underway.push(Underway {
             serial: self.begun,

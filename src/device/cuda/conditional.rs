@@ -235,12 +235,13 @@ impl Inner {
 
     /// The number of the whole, where that of a capture is a body's. The context is current.
     pub(super) fn whole_capture(&self, mut id: u64) -> Option<u64> {
-        let both = |b: &Body| Some((b.handle.upgrade()?, b.outer.upgrade()?));
-        // Dropped outside of the lock: they may be the last of their streams.
-        let open: Vec<_> = lock(&self.bodies).iter().filter_map(both).collect();
+        // Upgraded, and dropped, outside of the lock: they may be the last of their streams.
+        let both = |b: &Body| (b.handle.clone(), b.outer.clone());
+        let open: SmallVec<[_; 4]> = lock(&self.bodies).iter().map(both).collect();
         for (body, outer) in open.iter().rev() {
-            if self.capture_id(body) == Some(id) {
-                id = self.capture_id(outer)?;
+            let body = body.upgrade();
+            if body.is_some_and(|body| self.capture_id(&body) == Some(id)) {
+                id = self.capture_id(&*outer.upgrade()?)?;
             }
         }
         Some(id)

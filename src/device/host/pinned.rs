@@ -164,7 +164,7 @@ impl HostDevice {
 
 impl super::work::World {
     /// A copy from pinned memory to the device's.
-    pub(super) fn from_pinned(
+    pub(super) fn copy_from_pinned(
         &mut self,
         dst: DevicePtr,
         (src, offset, bytes): (&Pinned, u64, u64),
@@ -178,7 +178,7 @@ impl super::work::World {
     }
 
     /// A copy from the device's memory to pinned memory.
-    pub(super) fn to_pinned(
+    pub(super) fn copy_to_pinned(
         &mut self,
         (dst, offset, bytes): (&Pinned, u64, u64),
         src: DevicePtr,

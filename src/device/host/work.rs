@@ -252,13 +252,13 @@ impl World {
                 src,
                 offset,
                 bytes,
-            } => self.from_pinned(*dst, (src, *offset, *bytes))?,
+            } => self.copy_from_pinned(*dst, (src, *offset, *bytes))?,
             Work::ToPinned {
                 dst,
                 offset,
                 src,
                 bytes,
-            } => self.to_pinned((dst, *offset, *bytes), *src)?,
+            } => self.copy_to_pinned((dst, *offset, *bytes), *src)?,
             // Where they stand is what they do: the scheduler sees to it.
             Work::WaitEvent(_) | Work::RecordEvent(_) | Work::If { .. } | Work::EndIf => {}
             Work::Allocate { ptr, bytes } => {
