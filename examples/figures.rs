@@ -162,6 +162,52 @@ impl<D: Device> Bench<D> {
         Ok(())
     }
 
+    /// What a replay of a function with one copied input and one output costs over the bare launch of a graph. Both are timed in turns,
+    /// a few calls each: what the processor's clock does in the meantime, it does to both.
+    fn over_bare(&self) -> Outcome {
+        const TURNS: usize = 80;
+        const CALLS: Rounds = Rounds {
+            warm: 10,
+            timed: 54,
+            drain: 32,
+        };
+        let name = "tree_replay.over_bare";
+        if !self.wants(name) {
+            return Ok(());
+        }
+        let x = self.tensor()?;
+        let mut graph = Graph::new(&self.allocator);
+        let capture = graph.capture(&self.stream)?;
+        self.kernels
+            .increment(&self.device, capture.stream(), x.ptr()?, N, 1.0)?;
+        capture.end()?;
+        let trees = GraphTrees::new(&self.allocator)?;
+        let f = self.plain(&trees, "f")?;
+        let (mut args, mut out) = ([lend(&x)], Outputs::new());
+        let mut ratios = Vec::with_capacity(TURNS);
+        for turn in 0..TURNS + 2 {
+            let bare = self.time(CALLS, || Ok(graph.replay(&self.stream)?))?;
+            let tree = self.time(CALLS, || {
+                let step = trees.step();
+                trees.run_into(&f, &step, &[], &self.stream, &mut args, &mut out)?;
+                out.clear();
+                Ok(())
+            })?;
+            if turn >= 2 {
+                ratios.push(tree / bare);
+            }
+        }
+        let line = |name: String, value: f64| {
+            println!("{name}\t{value:.3}\tx");
+            self.seen.borrow_mut().push((name, value));
+        };
+        ratios.sort_by(f64::total_cmp);
+        line(format!("{name}.quarter"), ratios[TURNS / 4]);
+        line(name.to_owned(), ratios[TURNS / 2]);
+        line(format!("{name}.three_quarters"), ratios[TURNS * 3 / 4]);
+        Ok(())
+    }
+
     /// A function of `outputs` outputs: the input at `input`, plus 0, 1, 2, ...
     fn function(
         &self,
@@ -624,6 +670,7 @@ impl<D: Device> Bench<D> {
     fn all(&self) -> Outcome {
         self.machine();
         self.raw_replay()?;
+        self.over_bare()?;
         self.tree_replay()?;
         self.tree_path()?;
         self.record_child_after_replay()?;

@@ -467,4 +467,14 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
         stream: &Self::Stream,
         sources: &[DevicePtr],
     ) -> Result<()>;
+
+    /// [`launch_graph`](Device::launch_graph) for who has the executable alone: a device need not lock it then.
+    fn launch_graph_mut(
+        &self,
+        exec: &mut Self::Exec,
+        stream: &Self::Stream,
+        sources: &[DevicePtr],
+    ) -> Result<()> {
+        self.launch_graph(exec, stream, sources)
+    }
 }

@@ -87,8 +87,6 @@ pub struct Pool<B: Backing> {
     streams: Vec<StreamId>,
     /// The stream of the last allocation, by position in `streams`.
     last_stream: usize,
-    /// Free lists that the books must have.
-    lists: usize,
     /// The id of the next allocation.
     next_id: u64,
     /// Blocks that a restore took out of the books and whose owners have not freed them yet.
@@ -128,7 +126,6 @@ impl<B: Backing> Pool<B> {
             segments: Segments::default(),
             streams: Vec::new(),
             last_stream: 0,
-            lists: 0,
             next_id: 1,
             orphans: Orphans::default(),
             saved: Vec::new(),
@@ -271,7 +268,7 @@ impl<B: Backing> Pool<B> {
         });
         let saved = &mut self.saved[key as usize];
         self.books.records.save(&mut saved.tables);
-        saved.state.copy_from(&self.books.state);
+        self.books.state.save(&mut saved.state);
         saved.held = true;
         saved.epoch = self.segments.epoch;
         self.stats.checkpoints += 1;
@@ -340,9 +337,8 @@ impl<B: Backing> Pool<B> {
             })?;
         let number = self.segments.next_number;
         tracing::debug!(segment = number, stream = stream.0, bytes, "segment added");
-        if self.lists <= list {
-            self.lists = list + 1;
-            self.books.state.lists.resize(self.lists, FreeList::EMPTY);
+        if self.books.state.lists.len() <= list {
+            self.books.state.lists.resize(list + 1, FreeList::EMPTY);
         }
         self.segments.push(Segment {
             number,

@@ -41,9 +41,12 @@ impl fmt::Debug for StorageId {
 /// Set when the outputs are handed out, cleared by each storage's death. A set bit may be late by the length of a drop on
 /// another thread; a clear bit is never wrong.
 #[derive(Debug)]
+#[repr(C)]
 pub(crate) struct LiveMask {
     /// The first 64 bits: mostly all there are.
     first: AtomicU64,
+    /// There is one bit: whoever clears it need not mind others.
+    one: bool,
     more: Box<[AtomicU64]>,
 }
 
@@ -52,6 +55,7 @@ impl LiveMask {
         let more = bits.div_ceil(64).saturating_sub(1);
         Arc::new(LiveMask {
             first: AtomicU64::new(0),
+            one: bits == 1,
             more: (0..more).map(|_| AtomicU64::new(0)).collect(),
         })
     }
@@ -81,7 +85,11 @@ impl LiveMask {
             .fetch_or(1 << (bit % 64), Ordering::AcqRel);
     }
 
+    #[inline]
     pub(crate) fn clear(&self, bit: u32) {
+        if self.one {
+            return self.first.store(0, Ordering::Release);
+        }
         self.at(bit as usize / 64)
             .fetch_and(!(1 << (bit % 64)), Ordering::AcqRel);
     }

@@ -6,7 +6,9 @@
 //! neighbours are both free; a record is in the index if and only if its block is free; the block at the
 //! beginning of a segment never changes its slot, nor does a live block.
 
-use super::index::{Found, FreeList};
+use smallvec::SmallVec;
+
+use super::index::{Found, FreeList, Octave};
 use super::pages::{Cell, NIL, Owner, Record, Records, Tables, height};
 
 /// The beginning of a segment in the books.
@@ -27,6 +29,15 @@ pub(super) struct Live {
     pub bytes: u64,
     /// The bytes that were asked for.
     pub requested: u64,
+}
+
+impl Live {
+    /// Nothing.
+    const NONE: Live = Live {
+        blocks: 0,
+        bytes: 0,
+        requested: 0,
+    };
 }
 
 /// All of the state that is not in pages.
@@ -50,24 +61,57 @@ impl State {
         heads: Vec::new(),
         unused: NIL,
         slots: 0,
-        live: Live {
-            blocks: 0,
-            bytes: 0,
-            requested: 0,
-        },
+        live: Live::NONE,
     };
 
-    /// Becomes a copy of `other`, in the memory it already has.
-    pub fn copy_from(&mut self, other: &State) {
-        self.lists.truncate(other.lists.len());
-        let copied = self.lists.len();
-        for (list, other) in self.lists.iter_mut().zip(&other.lists) {
-            list.copy_from(other);
+    /// Keeps it in `saved`, in the memory that that already has.
+    pub fn save(&self, saved: &mut SavedState) {
+        saved.octaves.clear();
+        let octaves = self.lists.iter().map(FreeList::octaves).sum();
+        saved.octaves.reserve_exact(octaves);
+        for (number, list) in (0..).zip(&self.lists) {
+            list.save(number, &mut saved.octaves);
         }
-        self.lists.extend_from_slice(&other.lists[copied..]);
-        self.heads.clone_from(&other.heads);
-        (self.unused, self.slots, self.live) = (other.unused, other.slots, other.live);
+        saved.heads.clear();
+        saved.heads.extend_from_slice(&self.heads);
+        (saved.unused, saved.slots, saved.live) = (self.unused, self.slots, self.live);
     }
+
+    /// Becomes what was saved. Lists that came later are empty then.
+    pub fn load(&mut self, saved: &SavedState) {
+        self.lists.iter_mut().for_each(FreeList::clear);
+        for octave in &saved.octaves {
+            self.lists[octave.list as usize].load(octave);
+        }
+        self.heads.clear();
+        self.heads.extend_from_slice(&saved.heads);
+        (self.unused, self.slots, self.live) = (saved.unused, saved.slots, saved.live);
+    }
+}
+
+/// A [`State`] that is kept: what is not empty of it.
+pub(super) struct SavedState {
+    /// The free lists' octaves.
+    octaves: Vec<Octave>,
+    /// As in [`State`].
+    pub heads: SmallVec<[Head; 2]>,
+    /// As in [`State`].
+    unused: u32,
+    /// As in [`State`].
+    pub slots: u32,
+    /// As in [`State`].
+    pub live: Live,
+}
+
+impl SavedState {
+    /// No segment.
+    pub const EMPTY: SavedState = SavedState {
+        octaves: Vec::new(),
+        heads: SmallVec::new_const(),
+        unused: NIL,
+        slots: 0,
+        live: Live::NONE,
+    };
 }
 
 /// Where a block lies.
@@ -426,16 +470,16 @@ mod tests {
                 .wrapping_add(1_442_695_040_888_963_407);
             let (draw, size) = (seed >> 33, 512 * (1 + (seed >> 50) % 64));
             if id % 500 == 250 {
-                let (mut tables, mut state) = (Tables::EMPTY, State::EMPTY);
+                let (mut tables, mut state) = (Tables::EMPTY, SavedState::EMPTY);
                 books.records.save(&mut tables);
-                state.copy_from(&books.state);
+                books.state.save(&mut state);
                 saved = Some((tables, state, live.clone()));
             } else if id % 500 == 0
                 && let Some((mut tables, state, then)) = saved.take()
             {
                 books.records.load(&tables);
                 books.records.forget(&mut tables);
-                books.state.copy_from(&state);
+                books.state.load(&state);
                 live = then;
             } else if draw % 2 == 0
                 && let list = (draw / 2 % 2) as usize

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::books::State;
+use super::books::SavedState;
 use super::pages::Tables;
 
 /// What a pool and its checkpoints share. Its address tells pools apart.
@@ -73,7 +73,7 @@ pub(super) struct Saved {
     /// The tables of its pages.
     pub tables: Tables,
     /// All else.
-    pub state: State,
+    pub state: SavedState,
     /// The segments' epoch then.
     pub epoch: u64,
 }
@@ -83,7 +83,7 @@ impl Saved {
     pub const EMPTY: Saved = Saved {
         held: false,
         tables: Tables::EMPTY,
-        state: State::EMPTY,
+        state: SavedState::EMPTY,
         epoch: 0,
     };
 }

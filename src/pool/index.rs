@@ -6,7 +6,7 @@
 //! are a hash of the place. So neither its shape nor an answer depends on history, and a bin of equal blocks
 //! costs a logarithm. Nothing is allocated. Below a block that is not in the index there is nothing.
 
-use super::pages::{NIL, Pages, Record};
+use super::pages::{NIL, Pages, Record, bits};
 
 /// What the index works on.
 type Blocks = Pages<Record>;
@@ -30,6 +30,18 @@ pub(super) struct FreeList {
     bins: [u32; OCTAVES],
     /// The root of each bin's treap.
     roots: [u32; BINS],
+}
+
+/// An octave of a saved free list in which some bin is not empty.
+pub(super) struct Octave {
+    /// The list's number.
+    pub list: u32,
+    /// The octave's.
+    octave: u32,
+    /// Its bins that are not empty.
+    bins: u32,
+    /// The roots of all its bins.
+    roots: [u32; PARTS],
 }
 
 /// A place that holds a link of a treap: a side of a record, or the root of the bin ([`NIL`]).
@@ -83,16 +95,36 @@ impl FreeList {
         roots: [NIL; BINS],
     };
 
-    /// Becomes a copy of `other`. Octaves that are empty in both are equal already.
-    pub fn copy_from(&mut self, other: &FreeList) {
-        let mut octaves = self.octaves | other.octaves;
-        (self.octaves, self.bins) = (other.octaves, other.bins);
-        while octaves != 0 {
-            let octave = octaves.trailing_zeros() as usize;
-            let bins = octave * PARTS..(octave + 1) * PARTS;
-            self.roots[bins.clone()].copy_from_slice(&other.roots[bins]);
-            octaves &= octaves - 1;
+    /// How many octaves are not empty.
+    pub fn octaves(&self) -> usize {
+        self.octaves.count_ones() as usize
+    }
+
+    /// Adds its octaves that are not empty to `saved`, as those of list number `list`.
+    pub fn save(&self, list: u32, saved: &mut Vec<Octave>) {
+        saved.extend(bits(self.octaves.into()).map(|octave| Octave {
+            list,
+            octave: octave as u32,
+            bins: self.bins[octave],
+            roots: self.roots.as_chunks().0[octave],
+        }));
+    }
+
+    /// Makes a list that is empty have a saved octave.
+    pub fn load(&mut self, saved: &Octave) {
+        let octave = saved.octave as usize;
+        self.octaves |= 1 << octave;
+        self.bins[octave] = saved.bins;
+        self.roots.as_chunks_mut().0[octave] = saved.roots;
+    }
+
+    /// Makes it empty.
+    pub fn clear(&mut self) {
+        for octave in bits(self.octaves.into()) {
+            self.bins[octave] = 0;
+            self.roots.as_chunks_mut::<PARTS>().0[octave] = [NIL; PARTS];
         }
+        self.octaves = 0;
     }
 
     /// Writes a link.

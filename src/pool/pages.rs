@@ -9,6 +9,8 @@
 //! There are two columns, [`Records`]: what a block is, and who has it. A restore compares the second alone, and
 //! adopting changes the second alone.
 
+use smallvec::SmallVec;
+
 /// Slots on one page: 1 KiB of block records, a quarter of a KiB of owners. At most 64, for [`differences`].
 pub(super) const PAGE: usize = 16;
 /// No record.
@@ -141,20 +143,23 @@ pub(super) struct Records {
     pub owners: Pages<Owner>,
 }
 
+/// The runs of a saved state. Those of a small one lie in it.
+pub(super) type SavedTable = SmallVec<[u32; 4]>;
+
 /// The tables of a saved state.
 #[derive(Default)]
 pub(super) struct Tables {
     /// Of the blocks.
-    pub blocks: Vec<u32>,
+    pub blocks: SavedTable,
     /// Of the owners.
-    pub owners: Vec<u32>,
+    pub owners: SavedTable,
 }
 
 impl Tables {
     /// No slots.
     pub const EMPTY: Tables = Tables {
-        blocks: Vec::new(),
-        owners: Vec::new(),
+        blocks: SavedTable::new_const(),
+        owners: SavedTable::new_const(),
     };
 }
 
@@ -387,7 +392,7 @@ impl<T: Cell> Pages<T> {
 
     /// Keeps the present table in `table`; from now on its pages are copied before they are changed.
     /// O(runs + entries of runs that changed since the last time); no page is touched.
-    fn save(&mut self, table: &mut Vec<u32>) {
+    fn save(&mut self, table: &mut SavedTable) {
         for at in 0..self.base.len() {
             let base = self.base[at];
             if base != NONE && self.changed[at] == 0 {
@@ -410,7 +415,8 @@ impl<T: Cell> Pages<T> {
                 self.release_run(base);
             }
         }
-        table.clone_from(&self.base);
+        table.clear();
+        table.extend_from_slice(&self.base);
     }
 
     /// Makes a saved table the present one. O(runs + entries that differ); no page is touched.
@@ -451,7 +457,7 @@ impl<T: Cell> Pages<T> {
     }
 
     /// Lets go of a saved table.
-    fn forget(&mut self, table: &mut Vec<u32>) {
+    fn forget(&mut self, table: &mut SavedTable) {
         for run in table.drain(..) {
             self.release_run(run);
         }
@@ -506,7 +512,7 @@ mod tests {
     type Owners = Pages<Owner>;
 
     /// Pages and runs are counted once for each that names them, and vacant if none does.
-    fn check_counts(owners: &Owners, saved: &[&Vec<u32>]) {
+    fn check_counts(owners: &Owners, saved: &[&SavedTable]) {
         fn check<X>(counted: &Counted<X>, named: impl Iterator<Item = u32>) {
             let mut counts = vec![0; counted.counts.len()];
             named.for_each(|at| counts[at as usize] += 1);
@@ -542,7 +548,7 @@ mod tests {
         owners.edit(3).id = 30;
         assert_eq!(owners.pages.counts.len(), 2);
 
-        let (mut first, mut second) = (Vec::new(), Vec::new());
+        let (mut first, mut second) = (SavedTable::new(), SavedTable::new());
         owners.save(&mut first);
         owners.save(&mut second);
         check_counts(&owners, &[&first, &second]);
@@ -575,7 +581,7 @@ mod tests {
     #[test]
     fn a_page_that_grew_after_the_save_is_gone_after_the_load_and_comes_back_clean() {
         let mut owners = Owners::default();
-        let (mut table, mut longer) = (Vec::new(), Vec::new());
+        let (mut table, mut longer) = (SavedTable::new(), SavedTable::new());
         owners.save(&mut table);
         owners.reach(0);
         *owners.edit(0) = Owner { id: 1, tag: 2 };
@@ -596,7 +602,7 @@ mod tests {
         let mut owners = Owners::default();
         let slots = (2 * RUN * PAGE) as u32;
         (0..slots).for_each(|slot| owners.reach(slot));
-        let (mut first, mut second) = (Vec::new(), Vec::new());
+        let (mut first, mut second) = (SavedTable::new(), SavedTable::new());
         owners.save(&mut first);
         owners.edit(0).id = 1;
         owners.edit(slots - 1).id = 2;

@@ -121,11 +121,7 @@ impl<B: Backing> Pool<B> {
         } = self;
         let saved = &saved[key];
         books.records.load(&saved.tables);
-        books.state.copy_from(&saved.state);
-        books
-            .state
-            .lists
-            .resize(self.lists, super::index::FreeList::EMPTY);
+        books.state.load(&saved.state);
         for (slot, tag) in scratch.tags.drain(..) {
             books.records.owners.edit(slot).tag = tag;
         }

@@ -120,10 +120,10 @@ impl<D: Device> Inner<D> {
         let bound = function.bound_inputs()?;
         all_bound_fit(call.name, &bound, call.args.len())?;
         let mut placed = Placed {
-            specs: Vec::new(),
+            specs: Vec::with_capacity(call.args.len()),
             gather: Vec::new(),
             sources: Vec::new(),
-            slots: Vec::new(),
+            slots: Vec::with_capacity(call.args.len()),
             bound,
         };
         for (index, arg) in call.args.iter().enumerate() {
@@ -363,8 +363,8 @@ impl<D: Device> Inner<D> {
     ) -> Result<Sorted<D>> {
         let mut sorted = Sorted {
             specs: Vec::with_capacity(outputs.len()),
-            slots: Vec::new(),
-            first: Vec::new(),
+            slots: Vec::with_capacity(outputs.len()),
+            first: Vec::with_capacity(outputs.len()),
         };
         self.check_outputs(call.name, outputs)?;
         for (index, output) in outputs.iter().enumerate() {

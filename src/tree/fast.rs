@@ -58,9 +58,8 @@ impl<D: Device> Inner<D> {
         let node = self.first_that_fits(state, (key, variant), stream, args)?;
         let used = state.counts.uses() + 1;
         let recorded = &mut state.nodes[node];
-        let launched = self
-            .device
-            .launch_graph(&recorded.graph.exec, stream, &state.sources);
+        let exec = &mut recorded.graph.exec;
+        let launched = self.device.launch_graph_mut(exec, stream, &state.sources);
         if let Err(error) = launched {
             return Some(Err(error.into()));
         }

@@ -479,6 +479,10 @@ impl<D: Device> FunctionState<D> {
 
     /// A variant for a key that has none yet.
     pub(super) fn add_variant(&mut self, key: &[i64], wanted: bool) -> usize {
+        if self.variants.is_empty() {
+            // Most functions have one.
+            self.variants.reserve_exact(1);
+        }
         self.variants.push(Variant {
             key: Key::from_slice(key),
             never: (!wanted).then_some(Never::Unwanted),

@@ -148,14 +148,14 @@ impl<D: Device> Consumed<D> {
 pub(super) fn footprint<D: Device>(storages: &[Arc<Storage<D>>]) -> Box<[Range<u64>]> {
     let mut ranges: Vec<Range<u64>> = storages.iter().map(|s| s.range()).collect();
     ranges.sort_unstable_by_key(|r| r.start);
-    let mut merged: Vec<Range<u64>> = Vec::with_capacity(ranges.len());
-    for range in ranges {
-        match merged.last_mut() {
-            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            _ => merged.push(range),
+    ranges.dedup_by(|range, last| {
+        let joined = range.start <= last.end;
+        if joined {
+            last.end = last.end.max(range.end);
         }
-    }
-    merged.into()
+        joined
+    });
+    ranges.into()
 }
 
 impl<D: Device> Node<D> {

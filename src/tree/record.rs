@@ -494,7 +494,7 @@ impl<D: Device> Inner<D> {
         // With the books exact, what is held owns its block.
         let owned =
             |storage: &Arc<Storage<D>>| storage.block().map(|block| (storage.clone(), block));
-        let mut saved: Vec<_> = Vec::new();
+        let mut saved: Vec<_> = Vec::with_capacity(sorted.slots.len());
         for entry in &state.path {
             saved.extend(state.held(entry).filter_map(owned));
         }

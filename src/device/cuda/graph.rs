@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use cudarc::driver::sys;
 use smallvec::SmallVec;
@@ -42,7 +42,6 @@ pub struct CudaExec {
     pub(super) device: Arc<Inner>,
     /// The driver does not serialise calls on one executable: setting its sources and launching it are done under the lock.
     state: Mutex<ExecState>,
-    slots: usize,
     /// The driver names an executable's nodes by those of its template, which therefore stays.
     _template: Option<Arc<Template>>,
     _events: Vec<Arc<RawEvent>>,
@@ -50,6 +49,7 @@ pub struct CudaExec {
 
 struct ExecState {
     raw: Shared<sys::CUgraphExec>,
+    slots: usize,
     /// What the driver was last told of, for all slots; nothing where that is not sure, because telling it failed.
     sources: SmallVec<[DevicePtr; 4]>,
     gather: Vec<GatherNode>,
@@ -77,7 +77,7 @@ impl fmt::Debug for CudaGraph {
 
 impl fmt::Debug for CudaExec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CudaExec({} slots)", self.slots)
+        write!(f, "CudaExec({} slots)", lock(&self.state).slots)
     }
 }
 
@@ -190,11 +190,11 @@ pub(super) fn instantiate(template: &Arc<Template>) -> Result<CudaExec> {
     let gather = template.gather.clone();
     Ok(CudaExec {
         device: device.clone(),
-        slots: gather.iter().map(|node| node.slots.count()).sum(),
         _template: (!gather.is_empty()).then(|| template.clone()),
         _events: template.events.clone(),
         state: Mutex::new(ExecState {
             raw: Shared(raw),
+            slots: gather.iter().map(|node| node.slots.count()).sum(),
             sources: gather
                 .iter()
                 .flat_map(|node| node.slots.sources())
@@ -207,26 +207,38 @@ pub(super) fn instantiate(template: &Arc<Template>) -> Result<CudaExec> {
 impl CudaExec {
     /// Launches. The context is current.
     pub(super) fn launch(&self, stream: &Handle, sources: &[DevicePtr]) -> Result<()> {
+        lock(&self.state).launch(&self.device, stream, sources)
+    }
+
+    /// The same for who has it alone.
+    pub(super) fn launch_mut(&mut self, stream: &Handle, sources: &[DevicePtr]) -> Result<()> {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        state.launch(&self.device, stream, sources)
+    }
+}
+
+impl ExecState {
+    #[inline]
+    fn launch(&mut self, device: &Inner, stream: &Handle, sources: &[DevicePtr]) -> Result<()> {
         let call = Call::LaunchGraph;
         if sources.len() != self.slots {
-            return Err(self.wrong_sources(sources.len()));
+            return Err(self.wrong_sources(call, sources.len()));
         }
-        let mut state = lock(&self.state);
-        let raw = state.raw.0;
-        if state.sources.as_slice() != sources {
-            self.set_sources(call, &mut state, sources)?;
+        if self.sources.as_slice() != sources {
+            self.set_sources(device, call, sources)?;
         }
-        // SAFETY: the executable and the stream live as long as their handles, and the lock is held.
-        let code = unsafe { (self.device.driver.cuGraphLaunch)(raw, stream.raw.0) };
-        self.device.check(call, code, || {
+        // SAFETY: the executable and the stream live as long as their handles, and nobody else uses the executable meanwhile.
+        let code = unsafe { (device.driver.cuGraphLaunch)(self.raw.0, stream.raw.0) };
+        device.check(call, code, || {
             format!("the launch of a graph on stream {}", stream.id)
         })
     }
 
     /// Tells the driver other sources than last time.
-    fn set_sources(&self, call: Call, state: &mut ExecState, sources: &[DevicePtr]) -> Result<()> {
-        let known = std::mem::take(&mut state.sources);
-        for node in &mut state.gather {
+    #[cold]
+    fn set_sources(&mut self, device: &Inner, call: Call, sources: &[DevicePtr]) -> Result<()> {
+        let known = std::mem::take(&mut self.sources);
+        for node in &mut self.gather {
             let (first, count) = (node.slots.first(), node.slots.count());
             let range = first..first + count;
             if known.get(range.clone()) == Some(&sources[range.clone()]) {
@@ -238,31 +250,24 @@ impl CudaExec {
             let mut param = [node.slots.as_param()];
             let mut params = node.params.0;
             params.kernelParams = param.as_mut_ptr();
+            let set = device.driver.cuGraphExecKernelNodeSetParams_v2;
             // SAFETY: the node is one of the template of this executable, which keeps it; the parameters are those that the driver
             // gave for it, with a pointer to words of the kernel's size, which the driver copies. Launches in flight keep theirs.
-            let code = unsafe {
-                (self.device.driver.cuGraphExecKernelNodeSetParams_v2)(
-                    state.raw.0,
-                    node.node.0,
-                    &raw const params,
-                )
-            };
-            self.device
-                .check(call, code, || format!("new sources for {count} slots"))?;
+            let code = unsafe { set(self.raw.0, node.node.0, &raw const params) };
+            device.check(call, code, || format!("new sources for {count} slots"))?;
         }
-        state.sources = known;
-        state.sources.clear();
-        state.sources.extend_from_slice(sources);
+        self.sources = known;
+        self.sources.clear();
+        self.sources.extend_from_slice(sources);
         Ok(())
     }
 
     #[cold]
-    fn wrong_sources(&self, given: usize) -> DeviceError {
-        let detail = format!(
-            "{given} sources are given; the graph's gather node has {} slots",
-            self.slots
-        );
-        DeviceError::new(Call::LaunchGraph, Code::InvalidValue, detail)
+    fn wrong_sources(&self, call: Call, given: usize) -> DeviceError {
+        let slots = self.slots;
+        let detail =
+            format!("{given} sources are given; the graph's gather node has {slots} slots");
+        DeviceError::new(call, Code::InvalidValue, detail)
     }
 }
 

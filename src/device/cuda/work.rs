@@ -557,4 +557,15 @@ impl Device for CudaDevice {
         self.check_ours(call, "executable", &exec.device)?;
         self.on(call, stream, |stream| exec.launch(stream, sources))
     }
+
+    fn launch_graph_mut(
+        &self,
+        exec: &mut CudaExec,
+        stream: &CudaStream,
+        sources: &[DevicePtr],
+    ) -> Result<()> {
+        let call = Call::LaunchGraph;
+        self.check_ours(call, "executable", &exec.device)?;
+        self.on(call, stream, |stream| exec.launch_mut(stream, sources))
+    }
 }
