@@ -755,7 +755,7 @@ fn a_body_that_cannot_be_captured<D: Device>(rig: Rig<D>) {
 
 fn no_memory_in_a_body<D: Device>(rig: Rig<D>) {
     for inner in [false, true] {
-        let takes = |rec: &mut Recorder<'_, D>| Ok(drop(rec.alloc(1 << 50)?));
+        let takes = |rec: &mut Recorder<'_, D>| rec.alloc(1 << 50).map(drop).map_err(Into::into);
         let (f, when) = failing(&rig, inner, Arc::new(takes));
         assert_eq!(run(&rig, &f, 1.0, 1), Warmup);
         when.store(3, Ordering::Relaxed);

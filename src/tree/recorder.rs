@@ -117,7 +117,7 @@ impl<'a, D: Device> Recorder<'a, D> {
     /// true. So a run in any phase computes what an uncompiled run does. Ifs may be nested.
     ///
     /// The body's work goes to the stream of the recorder that the body is given. What it allocates dies in it: results are written to memory that was allocated before the if.
-    /// It may hold launches, copies (those from and to pinned buffers too), fills and ifs; see [`Device::begin_if`](crate::device::Device::begin_if) for what holds on that stream.
+    /// It may hold launches, copies (those from and to pinned buffers too), fills and ifs; see [`Device::begin_if`] for what holds on that stream.
     ///
     /// # Errors
     /// The body's own. While the function is recorded, one of those gives the recording up, and the call is answered eagerly: an uncompiled run has the error only if the predicate
