@@ -1502,3 +1502,47 @@ fn every_call_of_an_if_fails_once() {
     );
     rig.finish();
 }
+
+/// The picture of a body is a cluster behind its if, with the body's nodes and their order.
+#[test]
+fn a_picture_has_the_bodies() {
+    let rig = Rig::new(HostDevice::new());
+    let d = &rig.device;
+    let (holds, x) = (byte(&rig, 1), rig.floats(&[1.0; 4]));
+    let (predicate, to) = (holds.ptr().unwrap(), x.ptr().unwrap());
+    let [body, inner] = std::array::from_fn(|_| d.create_stream().unwrap());
+    d.begin_capture(&rig.stream, CaptureMode::ThreadLocal)
+        .unwrap();
+    d.begin_if(&rig.stream, predicate, &body).unwrap();
+    d.fill(&body, to, 1, 4).unwrap();
+    d.begin_if(&body, predicate, &inner).unwrap();
+    d.fill(&inner, to, 2, 4).unwrap();
+    d.end_if(&body, &inner).unwrap();
+    d.end_if(&rig.stream, &body).unwrap();
+    d.fill(&rig.stream, to, 3, 4).unwrap();
+    let graph = d.end_capture(&rig.stream).unwrap();
+    let picture = d.graph_dot(&graph).unwrap();
+    let lines: Vec<&str> = picture.lines().map(str::trim).collect();
+    let starts = |line: &str, start: &str| line.starts_with(start);
+    let expected = [
+        "digraph graph_0 {",
+        "n0 [label=\"conditional if the byte at",
+        "subgraph cluster_n0 {",
+        "n0_0 [label=\"memset",
+        "n0_1 [label=\"conditional if the byte at",
+        "subgraph cluster_n0_1 {",
+        "n0_1_0 [label=\"memset",
+        "}",
+        "n0_0 -> n0_1;",
+        "}",
+        "n1 [label=\"memset",
+        "n0 -> n1;",
+        "}",
+    ];
+    assert_eq!(lines.len(), expected.len(), "{picture}");
+    for (line, start) in lines.iter().zip(expected) {
+        assert!(starts(line, start), "{line} for {start} in {picture}");
+    }
+    drop((graph, holds, x));
+    rig.finish();
+}
