@@ -99,6 +99,13 @@ impl<D: Device> Bench<D> {
         }
     }
 
+    fn ratio(&self, name: &str, value: f64) {
+        if self.wants(name) {
+            println!("{name}\t{value:.3}\tx");
+            self.seen.borrow_mut().push((name.to_owned(), value));
+        }
+    }
+
     fn drain(&self) -> Outcome {
         Ok(self.device.synchronize_device()?)
     }
@@ -197,14 +204,10 @@ impl<D: Device> Bench<D> {
                 ratios.push(tree / bare);
             }
         }
-        let line = |name: String, value: f64| {
-            println!("{name}\t{value:.3}\tx");
-            self.seen.borrow_mut().push((name, value));
-        };
         ratios.sort_by(f64::total_cmp);
-        line(format!("{name}.quarter"), ratios[TURNS / 4]);
-        line(name.to_owned(), ratios[TURNS / 2]);
-        line(format!("{name}.three_quarters"), ratios[TURNS * 3 / 4]);
+        self.ratio(&format!("{name}.quarter"), ratios[TURNS / 4]);
+        self.ratio(name, ratios[TURNS / 2]);
+        self.ratio(&format!("{name}.three_quarters"), ratios[TURNS * 3 / 4]);
         Ok(())
     }
 
@@ -594,47 +597,36 @@ impl<D: Device> Bench<D> {
         Ok(())
     }
 
-    /// One recording, to its first launch: by the calls of the device alone, and by the tree. Executables are kept in both: where one is destroyed,
-    /// the driver has its memory at hand for the next, which then costs half (`by_hand.dropped`), but a tree keeps its recordings.
+    /// One recording, to its first launch: by the calls of the device alone, and by the tree, in turns. Executables are kept in both: where one is destroyed,
+    /// the driver has its memory at hand for the next (`by_hand.dropped`), but a tree keeps its recordings.
     fn record(&self) -> Outcome {
-        const ROUNDS: usize = 40;
-        for kernels in [1, 64] {
-            let (hand, tree) = (
-                format!("record.by_hand.kernels={kernels}"),
-                format!("record.tree.kernels={kernels}"),
-            );
-            if !self.wants(&hand) && !self.wants(&tree) {
+        const ROUNDS: usize = 60;
+        for kernels in [1, 4, 64] {
+            let name = |kind: &str| format!("record.{kind}.kernels={kernels}");
+            let kinds = ["by_hand.dropped", "by_hand", "tree", "over_by_hand"];
+            if !kinds.iter().any(|kind| self.wants(&name(kind))) {
                 continue;
             }
             let (x, out) = (self.tensor()?, self.tensor()?);
-            let (src, dst) = (x.ptr()?, out.ptr()?);
             let capture = self.device.create_stream()?;
-            for (name, keep) in [(format!("{hand}.dropped"), false), (hand, true)] {
-                let mut kept = Vec::new();
-                let mut times = Vec::new();
-                for _ in 0..ROUNDS {
-                    let start = Instant::now();
-                    self.device
-                        .begin_capture(&capture, CaptureMode::ThreadLocal)?;
-                    for _ in 0..kernels {
-                        self.kernels
-                            .scale_add(&self.device, &capture, dst, src, N, 1.0, 1.0)?;
-                    }
-                    let graph = self.device.end_capture(&capture)?;
-                    let exec = self.device.instantiate(&graph)?;
-                    // The template is not needed any more, here as there.
-                    drop(graph);
-                    self.device.launch_graph(&exec, &self.stream, &[])?;
-                    times.push(ns(start));
-                    self.drain()?;
-                    kept.extend(keep.then_some(exec));
+            let by_hand = || -> Outcome<(f64, D::Exec)> {
+                let start = Instant::now();
+                self.device
+                    .begin_capture(&capture, CaptureMode::ThreadLocal)?;
+                for _ in 0..kernels {
+                    let (dst, src) = (out.ptr()?, x.ptr()?);
+                    self.kernels
+                        .scale_add(&self.device, &capture, dst, src, N, 1.0, 1.0)?;
                 }
-                self.put(&name, median(times), "ns");
-            }
-
+                let graph = self.device.end_capture(&capture)?;
+                let exec = self.device.instantiate(&graph)?;
+                // The template is not needed any more, here as there.
+                drop(graph);
+                self.device.launch_graph(&exec, &self.stream, &[])?;
+                Ok((ns(start), exec))
+            };
             let trees = GraphTrees::new(&self.allocator)?;
-            let (mut times, mut kept) = (Vec::new(), Vec::new());
-            for round in 0..ROUNDS {
+            let by_tree = |round: usize| -> Outcome<(f64, Function)> {
                 let k = self.kernels.clone();
                 let spec = FunctionSpec::new(&format!("f{round}"))
                     .static_input(0)
@@ -650,19 +642,34 @@ impl<D: Device> Bench<D> {
                 let step = trees.step();
                 let start = Instant::now();
                 let outputs = trees.run(&f, &step, &[], &self.stream, &mut [lend(&x)])?;
-                times.push(ns(start));
-                if outputs.phase() != Phase::Record {
-                    return Err(format!(
-                        "{tree}: a {} where a recording is timed",
-                        outputs.phase()
-                    )
-                    .into());
+                let time = ns(start);
+                match outputs.phase() {
+                    Phase::Record => Ok((time, f)),
+                    other => Err(format!("a {other} where a recording is timed").into()),
                 }
+            };
+            let mut dropped = Vec::new();
+            for _ in 0..ROUNDS {
+                dropped.push(by_hand()?.0);
                 self.drain()?;
-                // A function that is dropped takes its recording along.
-                kept.push(f);
             }
-            self.put(&tree, median(times), "ns");
+            let (mut hand, mut tree, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+            // A function that is dropped takes its recording along.
+            let mut kept = Vec::new();
+            for round in 0..ROUNDS {
+                let (hand_time, exec) = by_hand()?;
+                self.drain()?;
+                let (tree_time, f) = by_tree(round)?;
+                self.drain()?;
+                hand.push(hand_time);
+                tree.push(tree_time);
+                ratios.push(tree_time / hand_time);
+                kept.push((exec, f));
+            }
+            self.put(&name("by_hand.dropped"), median(dropped), "ns");
+            self.put(&name("by_hand"), median(hand), "ns");
+            self.put(&name("tree"), median(tree), "ns");
+            self.ratio(&name("over_by_hand"), median(ratios));
         }
         Ok(())
     }
