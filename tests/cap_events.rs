@@ -19,6 +19,7 @@ suite!(
     cap_14_no_time_is_an_error,
     cap_14_external_calls_are_operations_of_a_capture,
     cap_14_outside_of_captures_external_is_plain,
+    an_event_of_a_capture_that_has_ended_breaks_who_waits_in_a_capture,
 );
 
 /// Makes `stream` busy for a while: this many kernels.
@@ -510,5 +511,33 @@ fn cap_14_outside_of_captures_external_is_plain<D: Device>(rig: Rig<D>) {
         assert_eq!(d.elapsed(&event, &event), Ok(0.0));
     }
     drop((x, copy, event));
+    rig.finish();
+}
+
+fn an_event_of_a_capture_that_has_ended_breaks_who_waits_in_a_capture<D: Device>(rig: Rig<D>) {
+    let d = &rig.device;
+    let (x, other) = (rig.floats(&[0.0; 4]), d.create_stream().unwrap());
+    let event = d.create_event().unwrap();
+    d.begin_capture(&rig.stream, CaptureMode::ThreadLocal)
+        .unwrap();
+    d.record(&event, &rig.stream).unwrap();
+    d.end_capture(&rig.stream).unwrap();
+
+    d.begin_capture(&other, CaptureMode::ThreadLocal).unwrap();
+    d.fill(&other, x.ptr().unwrap(), 0, 16).unwrap();
+    let refused = d.wait(&other, &event).unwrap_err();
+    assert_eq!(
+        (refused.code, refused.position),
+        (Code::InvalidValue, Some(2))
+    );
+    assert_eq!(d.capture_status(&other), Ok(CaptureStatus::Invalidated));
+    let ended = d.end_capture(&other).err().unwrap();
+    assert_eq!(ended.root(), &refused);
+    // Where nothing captures it is refused, and that is all.
+    let refused = d.wait(&other, &event).unwrap_err();
+    assert_eq!((refused.code, refused.position), (Code::InvalidValue, None));
+    d.record(&event, &rig.stream).unwrap();
+    d.wait(&other, &event).unwrap();
+    drop((x, other, event));
     rig.finish();
 }

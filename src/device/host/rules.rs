@@ -279,7 +279,12 @@ impl State {
             }
             (Record::Captured { capture, after }, _) => (*capture, after),
         };
-        self.refuse_stale(call, capture)?;
+        if let Err(stale) = self.refuse_stale(call, capture) {
+            return Err(match own {
+                Some(own) => self.invalidate_own(own, call, stale.code, &stale.detail),
+                None => stale,
+            });
+        }
         if let Some(own) = own.filter(|&own| own != capture) {
             let why = "the event belongs to another capture";
             let refused = self.invalidate_own(own, call, Code::StreamCaptureMerge, why);
