@@ -271,7 +271,8 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Records the event at the stream's end.
     fn record(&self, event: &Self::Event, stream: &Self::Stream) -> Result<()>;
 
-    /// Makes the stream's later work wait for the event's last record.
+    /// Makes the stream's later work wait for the event's last record. A record that was captured can be waited for in its capture alone: after that has ended, the wait is
+    /// refused ([`Code::InvalidValue`]), and where the stream captures, its capture is broken.
     fn wait(&self, stream: &Self::Stream, event: &Self::Event) -> Result<()>;
 
     /// The same as [`record`](Device::record) on a stream that does not capture. On one that does, a node of the graph (`CU_EVENT_RECORD_EXTERNAL`): each
