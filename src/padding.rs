@@ -4,12 +4,12 @@
 //! those values for indices goes wherever they say. So the rest gets a value of the caller's, each time.
 
 use std::fmt;
+use std::marker::PhantomData;
 
 use crate::allocator::Allocator;
 use crate::device::{Call, CaptureStatus, Code, Device, DeviceError, Pattern};
 use crate::error::{Error, Result};
 use crate::storage::Tensor;
-use crate::sync::{Mutex, lock};
 
 /// The numbers of rows that there are graphs for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,7 +64,8 @@ impl Buckets {
 ///
 /// It has memory of its own for the largest bucket, and each batch is written there: the rows, then the fill value up to the bucket's end. All begin at the same address, so the
 /// function declares the input [static](crate::FunctionSpec::static_input) (with a [key](Padded::key) for each bucket), and it is not copied once more. Pad on the stream that the run is called
-/// on: the next batch overwrites this one after the work of that stream.
+/// on: the next batch overwrites this one after the work of that stream. It cannot come before the [`Padded`] of this one is dropped, so keep that until the run has been called; threads
+/// that share an input hold its lock so long.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -82,7 +83,7 @@ impl Buckets {
 ///     kernels.scale_add(recorder.device(), recorder.stream(), out.ptr()?, x.ptr()?, x.bytes() / 4, 2.0, 0.0)?;
 ///     Ok(vec![out])
 /// })?;
-/// let input = PaddedInput::new(&allocator, &stream, Buckets::new([1, 2, 4, 8])?, 4, -1.0_f32)?;
+/// let mut input = PaddedInput::new(&allocator, &stream, Buckets::new([1, 2, 4, 8])?, 4, -1.0_f32)?;
 /// let x = allocator.alloc(&stream, 3 * 4)?; // three rows of four bytes
 /// # x.write(&device, &stream, &[1.0_f32, 2.0, 3.0].map(f32::to_le_bytes).concat())?;
 /// let step = trees.step();
@@ -102,15 +103,16 @@ pub struct PaddedInput<D: Device> {
     fill: Pattern,
     place: Tensor<D>,
     /// Where it was padded last: a batch that comes on another stream waits for the work there.
-    last: Mutex<D::Stream>,
+    last: D::Stream,
     event: D::Event,
 }
 
-/// A batch in its bucket.
-pub struct Padded<D: Device> {
+/// A batch in its bucket, until the next one.
+pub struct Padded<'a, D: Device> {
     tensor: Tensor<D>,
     rows: u64,
     bucket: u64,
+    _input: PhantomData<&'a mut PaddedInput<D>>,
 }
 
 impl<D: Device> PaddedInput<D> {
@@ -150,7 +152,7 @@ impl<D: Device> PaddedInput<D> {
             buckets,
             row_bytes,
             fill,
-            last: Mutex::new(stream.clone()),
+            last: stream.clone(),
         })
     }
 
@@ -166,7 +168,9 @@ impl<D: Device> PaddedInput<D> {
     /// # Errors
     /// [`Error::NoBucket`] where the batch is larger than the largest bucket; [`Error::Padding`] where it is no whole number of rows; [`Error::Stale`],
     /// [`Error::ForeignTensor`], [`Error::ForeignStream`]; the device's, with [`Code::StreamCaptureIsolation`] where the stream of the batch before captures now.
-    pub fn pad(&self, stream: &D::Stream, batch: &Tensor<D>) -> Result<Padded<D>> {
+    ///
+    /// The tensor may be dropped when this has returned, whatever stream it is of: its memory is not used again before it has been read.
+    pub fn pad(&mut self, stream: &D::Stream, batch: &Tensor<D>) -> Result<Padded<'_, D>> {
         if !batch.bytes().is_multiple_of(self.row_bytes) {
             return Err(Error::Padding(format!(
                 "a batch of {} B is no whole number of rows of {} B",
@@ -174,11 +178,14 @@ impl<D: Device> PaddedInput<D> {
                 self.row_bytes
             )));
         }
-        let device = self.allocator.device();
+        let device = self.allocator.device().clone();
         self.pad_with(stream, batch.bytes() / self.row_bytes, |rows| {
-            let _stays = batch.begin_copy(device, stream)?;
+            let _stays = batch.begin_copy(&device, stream)?;
             if rows.is_empty() || batch.address() == rows.address() {
                 return Ok(());
+            }
+            if let Some(storage) = batch.storage() {
+                storage.used_by_other(stream);
             }
             Ok(device.copy(stream, rows.address(), batch.address(), rows.bytes())?)
         })
@@ -190,11 +197,11 @@ impl<D: Device> PaddedInput<D> {
     /// # Errors
     /// As [`pad`](PaddedInput::pad), and those of `write`.
     pub fn pad_with(
-        &self,
+        &mut self,
         stream: &D::Stream,
         rows: u64,
         write: impl FnOnce(&Tensor<D>) -> Result<()>,
-    ) -> Result<Padded<D>> {
+    ) -> Result<Padded<'_, D>> {
         let bucket = self.buckets.fit(rows).ok_or(Error::NoBucket {
             rows,
             largest: self.buckets.largest(),
@@ -213,33 +220,33 @@ impl<D: Device> PaddedInput<D> {
             tensor,
             rows,
             bucket,
+            _input: PhantomData,
         })
     }
 
     /// Makes a stream wait for the work of the one that had the batch before. A stream that captures has an order of its own.
-    fn come_after(&self, stream: &D::Stream) -> Result<()> {
+    fn come_after(&mut self, stream: &D::Stream) -> Result<()> {
         let device = self.allocator.device();
         if !device.owns(stream) {
             return Err(Error::ForeignStream);
         }
-        let mut last = lock(&self.last);
-        if *last == *stream || device.capture_status(stream)? != CaptureStatus::None {
+        if self.last == *stream || device.capture_status(stream)? != CaptureStatus::None {
             return Ok(());
         }
-        if device.capture_status(&last)? != CaptureStatus::None {
+        if device.capture_status(&self.last)? != CaptureStatus::None {
             let detail = "the batch before was padded on a stream that captures now, and this one is to come after its work: end the capture first";
             let code = Code::StreamCaptureIsolation;
             return Err(DeviceError::new(Call::Wait, code, detail).into());
         }
         self.place.record_stream(stream)?;
-        device.record(&self.event, &last)?;
+        device.record(&self.event, &self.last)?;
         device.wait(stream, &self.event)?;
-        *last = stream.clone();
+        self.last = stream.clone();
         Ok(())
     }
 }
 
-impl<D: Device> Padded<D> {
+impl<D: Device> Padded<'_, D> {
     /// The whole bucket: the input to be passed.
     #[must_use]
     pub fn tensor(&self) -> &Tensor<D> {
@@ -291,7 +298,7 @@ impl<D: Device> fmt::Debug for PaddedInput<D> {
     }
 }
 
-impl<D: Device> fmt::Debug for Padded<D> {
+impl<D: Device> fmt::Debug for Padded<'_, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Padded")
             .field("tensor", &self.tensor)

@@ -642,6 +642,15 @@ impl<D: Device> Storage<D> {
         }
     }
 
+    /// The same for work that is no run of a tree's: of an output of a tree, that tree's next run waits for the stream.
+    pub(crate) fn used_by_other(&self, stream: &D::Stream) {
+        if self.is_eternal() {
+            self.used_by_run(stream);
+        } else {
+            self.use_on(stream);
+        }
+    }
+
     /// Raises `flag` when the storage dies.
     pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
         let watcher = Arc::downgrade(flag);

@@ -52,7 +52,7 @@ use function::{Bound, FunctionState};
 use generation::Generations;
 use inline::Inlined;
 use node::Node;
-use path::{Entry, Fed, Intake};
+use path::{Entry, Fed, Intake, Over};
 use record::Failure;
 use remove::{Buried, Registry, Tidied};
 use replay::Taken;
@@ -279,9 +279,14 @@ impl<D: Device> GraphTrees<D> {
                 continue;
             };
             self.inner.refuse_input(&name, *position, &tensor)?;
-            if storage.in_pool(&self.inner.pool) {
+            if !storage.is_eternal() {
+                let whose = if storage.in_pool(&self.inner.pool) {
+                    "this"
+                } else {
+                    "another"
+                };
                 let detail = format!(
-                    "input {position} is an output of this tree, whose memory is reused: pass it to run, or bind a tensor from outside"
+                    "input {position} is an output of {whose} tree, whose memory is reused: pass it to run, or bind a tensor from outside of trees"
                 );
                 return Err(inputs_error(&name, detail));
             }
@@ -569,13 +574,13 @@ impl<D: Device> Inner<D> {
             }
             gives |= arg.is_given();
         }
-        let ended = self.generations.ended();
         let mut fed: Option<Fed<D>> = None;
-        if ended != state.seen_ended {
+        if self.generations.ended() != state.seen_ended {
+            let over = state.over(&self.generations);
             if state.on_overwrite == OnOverwrite::Copy {
-                self.keep_held(&mut state, stream, args)?;
+                self.keep_held(&mut state, stream, &over, args)?;
             }
-            fed = self.retire(&mut state, key, ended, args, name, at);
+            fed = self.retire(&mut state, key, &over, args, name, at);
         }
         if state.functions[key].lost_bound() {
             let held = state.functions[key].hold_bound();
@@ -676,7 +681,7 @@ impl<D: Device> Inner<D> {
         &self,
         state: &mut State<D>,
         function: FunctionKey,
-        ended: u64,
+        over: &Over,
         args: &[Arg<'_, D>],
         by: &Arc<str>,
         at: &'static Location<'static>,
@@ -701,7 +706,7 @@ impl<D: Device> Inner<D> {
                 Intake::Copied
             })
         };
-        state.retire(&self.generations, ended, taken, by, at)
+        state.retire(over, taken, by, at)
     }
 
     /// Takes the state, once no closure of another thread is running.

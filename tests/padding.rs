@@ -40,7 +40,7 @@ fn run<D: Device>(rig: &Rig<D>, f: &Function, padded: &Padded<D>) -> (Phase, Vec
 fn t6_11_the_tail_of_a_smaller_batch_is_filled<D: Device>(rig: Rig<D>) {
     let f = doubles(&rig);
     let buckets = Buckets::new([8]).unwrap();
-    let input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, -1.0_f32).unwrap();
+    let mut input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, -1.0_f32).unwrap();
     let eight = rig.floats(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
     let three = rig.floats(&[10.0, 20.0, 30.0]);
     for phase in [Phase::Warmup, Phase::Record, Phase::Replay] {
@@ -63,7 +63,8 @@ fn t6_11_the_tail_of_a_smaller_batch_is_filled<D: Device>(rig: Rig<D>) {
         run(&rig, &f, &padded),
         (Phase::Replay, vec![-2.0; 8], vec![])
     );
-    drop((padded, input, f, eight, three));
+    drop(padded);
+    drop((input, f, eight, three));
     rig.finish();
 }
 
@@ -78,7 +79,7 @@ fn t6_11_fill_values_of_every_size<D: Device>(rig: Rig<D>) {
     ];
     for (fill, value) in fills {
         let buckets = Buckets::new([4, 100]).unwrap();
-        let input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 24, fill).unwrap();
+        let mut input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 24, fill).unwrap();
         // What was there before is everywhere.
         let all = rig.allocator.alloc(&rig.stream, 2400).unwrap();
         all.write(&rig.device, &rig.stream, &[0x55; 2400]).unwrap();
@@ -103,7 +104,8 @@ fn t6_11_fill_values_of_every_size<D: Device>(rig: Rig<D>) {
             (&[0x55; 120][..], &tail[..]),
             "{fill:?}"
         );
-        drop((padded, batch, all, input));
+        drop(padded);
+        drop((batch, all, input));
     }
     rig.finish();
 }
@@ -111,7 +113,7 @@ fn t6_11_fill_values_of_every_size<D: Device>(rig: Rig<D>) {
 fn t6_11_a_bucket_for_each_batch<D: Device>(rig: Rig<D>) {
     let f = doubles(&rig);
     let buckets = Buckets::new([1, 2, 4, 8]).unwrap();
-    let input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, 0.5_f32).unwrap();
+    let mut input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, 0.5_f32).unwrap();
     for round in 0..4 {
         for rows in [8, 3, 1, 2, 5, 4, 7] {
             let values: Vec<f32> = (0..rows).map(|n| (10 * round + n) as f32).collect();
@@ -145,7 +147,7 @@ fn t6_11_a_bucket_for_each_batch<D: Device>(rig: Rig<D>) {
 fn a_batch_from_pinned_memory<D: Device>(rig: Rig<D>) {
     let f = doubles(&rig);
     let buckets = Buckets::new([2, 4]).unwrap();
-    let input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, -0.5_f32).unwrap();
+    let mut input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, -0.5_f32).unwrap();
     let tokens = rig.allocator.alloc_pinned(16).unwrap();
     let kept: Vec<_> = (0..6).map(|_| rig.floats(&[0.0; 4])).collect();
     for (n, kept) in kept.iter().enumerate() {
@@ -184,7 +186,7 @@ fn batches_on_several_streams<D: Device>(rig: Rig<D>) {
     let f = doubles(&rig);
     let streams = [(); 3].map(|()| rig.device.create_stream().unwrap());
     let buckets = Buckets::new([4]).unwrap();
-    let input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, 9.0_f32).unwrap();
+    let mut input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, 9.0_f32).unwrap();
     let mut all = Vec::new();
     for n in 0..9 {
         let stream = &streams[n % 3];
@@ -228,7 +230,7 @@ fn batches_on_several_streams<D: Device>(rig: Rig<D>) {
 
 fn inside_a_capture<D: Device>(rig: Rig<D>) {
     let buckets = Buckets::new([4]).unwrap();
-    let input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 8, f64::MAX).unwrap();
+    let mut input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 8, f64::MAX).unwrap();
     let stream = rig.device.create_stream().unwrap();
     let batch = rig.floats(&[1.0; 4]);
     rig.device.synchronize(&rig.stream).unwrap();
@@ -244,7 +246,8 @@ fn inside_a_capture<D: Device>(rig: Rig<D>) {
         assert_eq!(bytes[..16], [value; 4].map(f32::to_le_bytes).concat());
         assert_eq!(bytes[16..], [f64::MAX; 2].map(f64::to_le_bytes).concat());
     }
-    drop((padded, graph, batch, input));
+    drop(padded);
+    drop((graph, batch, input));
     rig.finish();
 }
 
@@ -270,7 +273,7 @@ fn what_does_not_fit_is_refused<D: Device>(rig: Rig<D>) {
         PaddedInput::new(allocator, stream, buckets(), u64::MAX / 2, 1_u8),
         "counted",
     );
-    let input = PaddedInput::new(allocator, stream, buckets(), 8, 1_u32).unwrap();
+    let mut input = PaddedInput::new(allocator, stream, buckets(), 8, 1_u32).unwrap();
     let batch = rig.floats(&[1.0; 10]);
     let error = input.pad(stream, &batch).unwrap_err();
     assert!(
@@ -298,11 +301,12 @@ fn what_does_not_fit_is_refused<D: Device>(rig: Rig<D>) {
     assert_eq!(padded.cut(&batch.view(0, 16).unwrap()).unwrap().bytes(), 12);
     assert_eq!(padded.cut(&Tensor::empty()).unwrap().bytes(), 0);
     // Its own rows are where they are to be.
-    let again = input
-        .pad(stream, &padded.cut(padded.tensor()).unwrap())
-        .unwrap();
+    let rows = padded.cut(padded.tensor()).unwrap();
+    drop(padded);
+    let again = input.pad(stream, &rows).unwrap();
     assert_eq!(rig.read(again.tensor())[..6], [1.0; 6]);
-    drop((again, padded, batch, input));
+    drop((again, rows));
+    drop((batch, input));
     rig.finish();
 }
 
@@ -353,7 +357,7 @@ fn patterns_of_a_device<D: Device>(rig: Rig<D>) {
 fn a_fill_that_fails_is_the_calls_error() {
     let rig = Rig::new(wrapped());
     let buckets = Buckets::new([4]).unwrap();
-    let input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, 1.0_f32).unwrap();
+    let mut input = PaddedInput::new(&rig.allocator, &rig.stream, buckets, 4, 1.0_f32).unwrap();
     let batch = rig.floats(&[1.0]);
     for call in [Call::Copy, Call::FillPattern] {
         rig.device.fail(call, 1, Code::InvalidValue);
@@ -365,6 +369,7 @@ fn a_fill_that_fails_is_the_calls_error() {
     }
     let padded = input.pad(&rig.stream, &batch).unwrap();
     assert_eq!(rig.read(padded.tensor()), [1.0; 4]);
-    drop((padded, batch, input));
+    drop(padded);
+    drop((batch, input));
     rig.finish();
 }

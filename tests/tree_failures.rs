@@ -645,6 +645,18 @@ fn inputs_that_do_not_fit<D: Device>(rig: Rig<D>) {
         refused(FunctionSpec::new("r").bind(0, &out))
             .starts_with("input 0 is an output of this tree")
     );
+    // Another tree's moves, or is overwritten, without this one's knowing.
+    let others = GraphTrees::new(&rig.allocator).unwrap();
+    let h = others
+        .register(FunctionSpec::new("h"), |rec, _| Ok(vec![rec.alloc(64)?]))
+        .unwrap();
+    let theirs = others.step();
+    let foreign = others.run(&h, &theirs, &[], &rig.stream, &mut []).unwrap();
+    assert!(
+        refused(FunctionSpec::new("r").bind(0, &foreign[0]))
+            .starts_with("input 0 is an output of another tree")
+    );
+    drop((foreign, theirs, h, others));
     assert_eq!(
         rig.trees.view().functions.len(),
         3,

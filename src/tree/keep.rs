@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::args::Arg;
 use super::node::{InputSpec, Node};
-use super::path::Run;
+use super::path::{Over, Run};
 use super::{Inner, State};
 use crate::device::Device;
 use crate::error::Result;
@@ -18,6 +18,7 @@ impl<D: Device> Inner<D> {
         &self,
         state: &mut State<D>,
         stream: &D::Stream,
+        over: &Over,
         args: &[Arg<'_, D>],
     ) -> Result<()> {
         let given_up = |storage: &Arc<Storage<D>>| {
@@ -34,7 +35,7 @@ impl<D: Device> Inner<D> {
             .path
             .iter()
             .chain(&state.carried)
-            .filter(|entry| !self.generations.is_open(entry.generation))
+            .filter(|entry| over.has(entry))
             .flat_map(|entry| state.held(entry))
             .filter(|storage| !given_up(storage))
             .cloned()

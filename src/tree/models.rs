@@ -477,3 +477,52 @@ fn who_sees_an_end_sees_whose_it_was() {
         drop(second);
     });
 }
+
+/// A token that is dropped while a run ends and copies out what ended before is the next run's: what it held goes stale at no time.
+#[test]
+fn a_token_is_dropped_while_old_values_are_kept() {
+    model(|| {
+        let rig = Rig::new();
+        rig.trees.on_overwrite(OnOverwrite::Copy);
+        let f = rig.plus_one("f");
+        let x = rig.floats(1.0);
+        // Below itself, too: whether the token is there or not, the run replays.
+        for _ in 0..3 {
+            let step = rig.trees.step();
+            let first = rig.try_run(&f, &step, &x).unwrap();
+            drop((rig.try_run(&f, &step, &x).unwrap(), first));
+        }
+        let token = rig.trees.step();
+        let old = rig.run(&f, &token, &x, Phase::Replay);
+        // Something has ended, so the run looks.
+        drop(rig.trees.step());
+        let other = thread::spawn(move || drop(token));
+        let step = rig.trees.step();
+        let new = rig.run(&f, &step, &x, Phase::Replay);
+        other.join().unwrap();
+        assert_eq!((rig.read(&old), rig.read(&new)), (2.0, 2.0));
+        drop((new, step));
+        let next = rig.run(&f, &rig.trees.step(), &x, Phase::Replay);
+        assert_eq!((rig.read(&old), rig.read(&next)), (2.0, 2.0));
+        drop((old, next));
+        rig.finish();
+    });
+}
+
+/// The books are right at any time: a handle that is being dropped has given its block back before the tree knows, and that is no fault of theirs.
+#[test]
+fn the_books_are_compared_while_an_output_is_dropped() {
+    model(|| {
+        let rig = Rig::new();
+        let f = rig.plus_one_after(FunctionSpec::new("f").skip_warmup(), || {});
+        let x = rig.floats(1.0);
+        let step = rig.trees.step();
+        let out = rig.run(&f, &step, &x, Phase::Record);
+        let other = thread::spawn(move || drop(out));
+        rig.trees.audit().unwrap();
+        other.join().unwrap();
+        rig.trees.audit().unwrap();
+        drop(step);
+        rig.finish();
+    });
+}

@@ -4,6 +4,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use slotmap::SlotMap;
+use smallvec::SmallVec;
 use tracing::debug_span;
 
 use super::args::Arg;
@@ -71,6 +72,20 @@ pub(super) fn is_on_path<D: Device>(
         path.iter()
             .any(|entry| Arc::ptr_eq(live_in(nodes, entry), &home.live))
     })
+}
+
+/// Which generations a run found ended. Looked at once: a token that is dropped on another thread meanwhile is the next run's, so that all that one does of ended generations it
+/// does of the same.
+pub(super) struct Over {
+    /// How many tokens had been dropped before the look.
+    seen: u64,
+    generations: SmallVec<[u64; 4]>,
+}
+
+impl Over {
+    pub(super) fn has<D: Device>(&self, entry: &Entry<D>) -> bool {
+        self.generations.contains(&entry.generation)
+    }
 }
 
 impl<D: Device> State<D> {
@@ -225,27 +240,46 @@ impl<D: Device> State<D> {
         self.books_exact |= self.path.is_empty() && self.carried.is_empty();
     }
 
+    /// The generations of the path, and of what is carried, whose tokens were dropped.
+    pub(super) fn over(&self, generations: &Generations) -> Over {
+        let mut over = Over {
+            seen: generations.ended(),
+            generations: SmallVec::new(),
+        };
+        let mut open = None;
+        for entry in self.path.iter().chain(&self.carried) {
+            let generation = entry.generation;
+            if open == Some(generation) || over.has(entry) {
+                continue;
+            }
+            match generations.is_open(generation) {
+                true => open = Some(generation),
+                false => over.generations.push(generation),
+            }
+        }
+        over
+    }
+
     /// Ends the generations whose tokens were dropped: what is held of them goes stale, and the runs at the path's end that belong to them are
     /// forgotten. Costs what is held, and a look at each run.
     ///
     /// What this call takes (`taken` says how) goes stale only when it has. Of that, what it copies in and is no output of the path any more is given back.
     pub(super) fn retire(
         &mut self,
-        generations: &Generations,
-        ended: u64,
+        over: &Over,
         taken: impl Fn(&SlotMap<FunctionKey, FunctionState<D>>, &Arc<Storage<D>>) -> Option<Intake>,
         by: &Arc<str>,
         at: &'static Location<'static>,
     ) -> Option<Fed<D>> {
-        self.seen_ended = ended;
-        let ended = |entry: &Entry<D>| !generations.is_open(entry.generation);
+        self.seen_ended = over.seen;
+        let ended = |entry: &Entry<D>| over.has(entry);
         let mut fed = None;
         if !self.path.is_empty() || !self.carried.is_empty() {
             let holds = |entry: &Entry<D>| self.live_of(entry).any() && ended(entry);
             if self.path.iter().any(holds) || self.carried.iter().any(holds) {
                 fed = self.retire_held(&ended, taken, by, at);
             }
-            // A token may be dropped between the two looks: so what is forgotten must be dead besides.
+            // A fresh look: what is held is looked at once, what is dead may go.
             while self.tip_is_dead() && self.path.last().is_some_and(ended) {
                 self.cut_tip();
             }
