@@ -123,6 +123,8 @@ type AdviceHook = Arc<dyn Fn(&Advice) + Send + Sync>;
 struct State<D: Device> {
     /// Whose closure is running.
     busy: Option<ThreadId>,
+    /// How many threads wait for its end.
+    waiting: usize,
     functions: SlotMap<FunctionKey, FunctionState<D>>,
     nodes: SlotMap<NodeKey, Node<D>>,
     path: Vec<Entry<D>>,
@@ -325,9 +327,9 @@ impl<D: Device> GraphTrees<D> {
         let ended = self.inner.end(&mut state);
         let waited = self.inner.allocator.device().quiesce();
         self.inner.unpin_all(&state);
-        let counts = state.counts;
+        let (counts, waiting) = (state.counts, state.waiting);
         let old = std::mem::replace(&mut *state, State::new());
-        (state.down, state.counts) = (true, counts);
+        (state.down, state.counts, state.waiting) = (true, counts, waiting);
         // Closures and values are the caller's: what their drop does is not done under our lock.
         drop(state);
         drop(old);
@@ -713,10 +715,12 @@ impl<D: Device> Inner<D> {
                     function: function.clone(),
                 });
             }
+            state.waiting += 1;
             state = self
                 .idle
                 .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
         }
         Ok(state)
     }
@@ -732,7 +736,10 @@ impl<D: Device> Inner<D> {
         let result = f();
         let mut state = lock(&self.state);
         state.busy = None;
-        self.idle.notify_all();
+        if state.waiting > 0 {
+            // A call into the kernel, also where nobody waits.
+            self.idle.notify_all();
+        }
         (state, result)
     }
 }
@@ -750,6 +757,7 @@ impl<D: Device> State<D> {
             seen_ended: 0,
             down: false,
             busy: None,
+            waiting: 0,
             streams: SmallVec::new(),
             counts: Counts::default(),
             places: HashMap::new(),
