@@ -28,7 +28,7 @@ use crate::pool::{
 use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::{AtomicU64, Mutex, MutexGuard, lock};
 use backing::PoolBacking;
-use captures::Underway;
+use captures::{Made, Underway};
 use routes::Routes;
 use uses::Deferred;
 
@@ -70,6 +70,8 @@ struct Books<D: Device> {
     default: PoolKey,
     routes: Routes<D>,
     captures: Vec<Underway<D>>,
+    /// Room for what the next capture makes.
+    spare_made: Made,
     /// Dead blocks that are in use on other streams.
     deferred: Vec<Deferred<D>>,
     /// Events of theirs, to be used again.
@@ -198,6 +200,15 @@ impl<D: Device> Books<D> {
                 );
             }
         }
+        if entry.uses == 0 {
+            self.forget_if_empty(pool);
+        }
+    }
+
+    /// One use of a pool less.
+    fn let_go(&mut self, pool: PoolKey) {
+        let entry = &mut self.pools[pool];
+        entry.uses -= 1;
         if entry.uses == 0 {
             self.forget_if_empty(pool);
         }
@@ -405,6 +416,7 @@ impl<D: Device> Allocator<D> {
             default,
             routes: Routes::default(),
             captures: Vec::new(),
+            spare_made: Made::new(),
             deferred: Vec::new(),
             spare: Vec::new(),
             next_pool: 1,

@@ -5,6 +5,8 @@
 
 use std::sync::atomic::Ordering;
 
+use smallvec::SmallVec;
+
 use super::pinned::{Captured, PinnedUses};
 use super::{Allocator, Books, PoolHandle, PoolKey};
 use crate::device::{CaptureStatus, Device, DeviceError, DevicePtr, Mark};
@@ -21,14 +23,17 @@ pub(super) struct Underway<D: Device> {
     /// Who began it.
     pub(super) thread: ThreadId,
     /// What was allocated for its stream.
-    pub(super) made: Vec<(PoolKey, Allocation)>,
+    pub(super) made: Made,
     /// The private pools that it came from, each a use.
-    pub(super) pools: Vec<PoolKey>,
+    pub(super) pools: SmallVec<[PoolKey; 2]>,
     /// What its graph is to keep besides.
     kept: Vec<Tensor<D>>,
     /// The pinned memory that it has copies of.
     pub(super) pinned: Vec<Captured<D>>,
 }
+
+/// Blocks, each with its pool.
+pub(super) type Made = Vec<(PoolKey, Allocation)>;
 
 /// What a graph keeps because it has the addresses baked in.
 pub(crate) struct Baked<D: Device> {
@@ -70,17 +75,18 @@ impl<D: Device> Allocator<D> {
     /// Called before the driver's begin; [`leave_capture`](Allocator::leave_capture) after the driver's end: the notes enclose the window.
     pub(crate) fn enter_capture(&self, stream: &D::Stream) -> u64 {
         let serial = self.shared.captures.fetch_add(1, Ordering::Relaxed);
-        let underway = Underway {
+        let mut books = self.shared.books();
+        let made = std::mem::take(&mut books.spare_made);
+        books.captures.push(Underway {
             stream: stream.clone(),
             id: self.shared.device.stream_id(stream),
             serial,
             thread: thread::current().id(),
-            made: Vec::new(),
-            pools: Vec::new(),
+            made,
+            pools: SmallVec::new(),
             kept: Vec::new(),
             pinned: Vec::new(),
-        };
-        self.shared.books().captures.push(underway);
+        });
         serial
     }
 
@@ -110,17 +116,18 @@ impl<D: Device> Allocator<D> {
         Ok(())
     }
 
-    /// Notes that the capture has ended, whatever came of it. What its graph is to keep as long as it lives: it has the addresses baked in.
+    /// Notes that the capture has ended, whatever came of it. What its graph is to keep as long as it lives: it has the addresses baked in. Not so `own`, a
+    /// pool that whoever has the graph keeps anyway.
     ///
     /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
     /// allocations themselves are in the graph, or lost with it.
-    pub(crate) fn leave_capture(&self, serial: u64) -> Baked<D> {
+    pub(crate) fn leave_capture(&self, serial: u64, own: Option<&PoolHandle<D>>) -> Baked<D> {
         let mut books = self.shared.books();
         let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
             return Baked::default();
         };
-        let ended = books.captures.remove(at);
-        for (pool, block) in ended.made {
+        let mut ended = books.captures.remove(at);
+        for (pool, block) in ended.made.drain(..) {
             if books
                 .pools
                 .get(pool)
@@ -131,7 +138,15 @@ impl<D: Device> Allocator<D> {
                 device.mark(&ended.stream, ptr, block.bytes(), Mark::Live);
             }
         }
+        // Its room is the next capture's.
+        books.spare_made = ended.made;
         books.free_deferred(&self.shared.device);
+        if let Some(own) = own
+            && let Some(at) = ended.pools.iter().position(|key| *key == own.key)
+        {
+            ended.pools.remove(at);
+            books.let_go(own.key);
+        }
         let handle = |key: PoolKey| PoolHandle {
             shared: self.shared.clone(),
             key,
@@ -149,12 +164,6 @@ impl<D: Device> Allocator<D> {
 }
 
 impl<D: Device> Baked<D> {
-    /// Without a pool that the graph keeps anyway.
-    pub(crate) fn beside(mut self, pool: &PoolHandle<D>) -> Self {
-        self.pools.retain(|other| other.id() != pool.id());
-        self
-    }
-
     /// Whether there is a pool, of which the backing may be the caller's, in it.
     pub(crate) fn has_pools(&self) -> bool {
         !self.pools.is_empty()

@@ -440,9 +440,7 @@ impl<D: Device> Clone for PoolHandle<D> {
 
 impl<D: Device> Drop for PoolHandle<D> {
     fn drop(&mut self) {
-        let mut books = self.shared.books();
-        books.pools[self.key].uses -= 1;
-        books.forget_if_empty(self.key);
+        self.shared.books().let_go(self.key);
     }
 }
 

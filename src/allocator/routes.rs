@@ -8,7 +8,7 @@ use crate::storage::{Storage, Tensor};
 use crate::sync::thread::{self, ThreadId};
 use crate::sync::{Mutex, lock};
 
-use super::{PoolHandle, PoolKey, Shared};
+use super::{PoolHandle, PoolId, PoolKey, Shared};
 
 /// The routes in force, oldest first.
 pub(super) struct Routes<D: Device> {
@@ -106,7 +106,10 @@ impl<D: Device> Route<D> {
 /// A route in force; dropping it takes it back. It counts as a use of its pool.
 #[must_use = "the route ends when the guard is dropped"]
 pub struct RouteGuard<D: Device> {
-    pool: PoolHandle<D>,
+    shared: Arc<Shared<D>>,
+    /// A use of it.
+    pool: PoolKey,
+    id: PoolId,
     serial: u64,
 }
 
@@ -139,8 +142,8 @@ impl<D: Device> RouteGuard<D> {
         filter: Filter,
         born: Option<Born<D>>,
     ) -> Self {
-        let pool = pool.clone();
         let mut books = shared.books();
+        books.pools[pool.key].uses += 1;
         let serial = books.routes.next;
         books.routes.next += 1;
         books.routes.routes.push(Route {
@@ -150,27 +153,31 @@ impl<D: Device> RouteGuard<D> {
             born,
         });
         drop(books);
-        RouteGuard { pool, serial }
+        RouteGuard {
+            shared: shared.clone(),
+            pool: pool.key,
+            id: pool.id,
+            serial,
+        }
     }
 }
 
 impl<D: Device> Drop for RouteGuard<D> {
     fn drop(&mut self) {
-        let shared = &self.pool.shared;
-        let mut books = shared.books();
+        let mut books = self.shared.books();
         let routes = &mut books.routes.routes;
-        let Some(at) = routes.iter().position(|r| r.serial == self.serial) else {
-            return;
-        };
-        let route = routes.remove(at);
-        if matches!(route.filter, Filter::Call(..)) {
-            books.closure_returned(&shared.device, route.call());
+        if let Some(at) = routes.iter().position(|r| r.serial == self.serial) {
+            let route = routes.remove(at);
+            if matches!(route.filter, Filter::Call(..)) {
+                books.closure_returned(&self.shared.device, route.call());
+            }
         }
+        books.let_go(self.pool);
     }
 }
 
 impl<D: Device> fmt::Debug for RouteGuard<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RouteGuard({:?})", self.pool)
+        write!(f, "RouteGuard(PoolHandle({}))", self.id)
     }
 }

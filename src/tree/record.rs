@@ -183,7 +183,7 @@ impl<D: Device> Inner<D> {
         let born = Born::new();
         let serial = self.allocator.enter_capture(&self.stream);
         if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
-            self.allocator.leave_capture(serial);
+            self.allocator.leave_capture(serial, Some(&self.pool));
             return (state, Err(Undone::Capture(error.into())));
         }
         let mut placed = match self.place(&state, call, &born) {
@@ -304,7 +304,7 @@ impl<D: Device> Inner<D> {
             }
         };
         let ended = device.end_capture(&self.stream);
-        let baked = self.allocator.leave_capture(serial).beside(&self.pool);
+        let baked = self.allocator.leave_capture(serial, Some(&self.pool));
         let min_nodes = state.functions[call.function].min_nodes;
         let capture = |error: DeviceError| Undone::Capture(error.into());
         let launch = || {
@@ -349,7 +349,7 @@ impl<D: Device> Inner<D> {
     /// was broken, that is given.
     fn abandon(&self, state: &mut State<D>, serial: u64) -> Option<DeviceError> {
         let ended = self.allocator.device().end_capture(&self.stream);
-        let baked = self.allocator.leave_capture(serial).beside(&self.pool);
+        let baked = self.allocator.leave_capture(serial, Some(&self.pool));
         if baked.has_pools() {
             self.bury(state, baked);
         }
