@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::args::{Arg, Inputs, Slot, Value};
+use super::args::{Arg, Inputs, Slot, Slots, Value};
 use super::function::{Body, Bound, BoundInput, FunctionState};
-use super::node::{InputSpec, OutputSpec};
+use super::node::{InputSpec, InputSpecs, OutputSlots, OutputSpec, OutputSpecs};
 use super::path::is_on_path;
 use super::recorder::{Recorder, Said};
 use super::{Inner, State};
@@ -61,14 +61,13 @@ impl<D: Device> Call<'_, '_, D> {
 
 /// The inputs of one call, classified, and the copied ones placed. Nothing has been given up yet.
 pub(super) struct Placed<D: Device> {
-    pub(super) specs: Vec<InputSpec<D>>,
+    pub(super) specs: InputSpecs<D>,
     /// Where the copied inputs go.
     pub(super) gather: Vec<GatherSlot>,
     /// Where they come from.
     pub(super) sources: Vec<DevicePtr>,
-    /// What the closure gets for each passed input; `None` for an output of the path that is given.
-    pub(super) slots: Vec<Option<Slot<D>>>,
-    pub(super) bound: Vec<(usize, BoundInput<D>)>,
+    /// Outputs of the path that are given: which passed input, and its position.
+    pub(super) given: SmallVec<[(usize, usize); 2]>,
 }
 
 /// An output of the path that went into the closure's hands: what it takes to bring it back if the recording is undone.
@@ -102,29 +101,30 @@ pub(super) struct Blame {
 
 /// The outputs of one call, classified.
 pub(super) struct Sorted<D: Device> {
-    pub(super) specs: Vec<OutputSpec<D>>,
-    pub(super) slots: Vec<(Arc<Storage<D>>, u64)>,
+    pub(super) specs: OutputSpecs<D>,
+    pub(super) slots: OutputSlots<D>,
     /// For each slot, the first output in it.
-    pub(super) first: Vec<usize>,
+    pub(super) first: SmallVec<[usize; 4]>,
 }
 
 impl<D: Device> Inner<D> {
-    /// Classifies the inputs, and allocates the places of the copied ones. On an error nothing has changed.
+    /// Classifies the inputs, and allocates the places of the copied ones; what the closure gets, by position, without what is given of the path.
+    /// On an error nothing has changed.
     pub(super) fn place(
         &self,
         state: &State<D>,
         call: &Call<'_, '_, D>,
         born: &Born<D>,
-    ) -> Result<Placed<D>> {
+    ) -> Result<(Placed<D>, Inputs<D>)> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
         all_bound_fit(call.name, &bound, call.args.len())?;
+        let mut slots = Slots::with_capacity(call.args.len() + bound.len());
         let mut placed = Placed {
-            specs: Vec::with_capacity(call.args.len()),
+            specs: InputSpecs::with_capacity(call.args.len()),
             gather: Vec::new(),
             sources: Vec::new(),
-            slots: Vec::with_capacity(call.args.len()),
-            bound,
+            given: SmallVec::new(),
         };
         for (index, arg) in call.args.iter().enumerate() {
             let (spec, slot) = match arg {
@@ -140,10 +140,13 @@ impl<D: Device> Inner<D> {
                     self.place_tensor(state, call, index, tensor, &mut placed, born)?
                 }
             };
+            if slot.is_none() {
+                placed.given.push((index, function.position(index)));
+            }
             placed.specs.push(spec);
-            placed.slots.push(slot);
+            slots.push(slot.unwrap_or(Slot::Taken));
         }
-        Ok(placed)
+        Ok((placed, Inputs::new(slots, bound)))
     }
 
     /// Copies the moving inputs to their places, as one piece of work on the tree's stream.
@@ -199,34 +202,32 @@ impl<D: Device> Inner<D> {
         })
     }
 
-    /// Puts the inputs into the closure's hands, by position. Given outputs of the path go with them.
+    /// Puts the outputs of the path that are given into the closure's hands, at their positions.
     pub(super) fn hand_in(
         &self,
         call: &mut Call<'_, '_, D>,
-        slots: Vec<Option<Slot<D>>>,
-        bound: Vec<(usize, BoundInput<D>)>,
+        mut inputs: Inputs<D>,
+        given: &[(usize, usize)],
     ) -> (Inputs<D>, Vec<Given<D>>) {
-        let mut given = Vec::new();
-        let total = slots.len() + bound.len();
-        let mut bound = bound.into_iter().peekable();
-        let mut passed = slots.into_iter().enumerate();
-        let mut all = Vec::with_capacity(total);
-        while all.len() < total {
-            if let Some((_, input)) = bound.next_if(|(position, _)| *position == all.len()) {
-                all.push(match input {
-                    BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
-                    BoundInput::Value(value) => Slot::Value(value),
-                });
-            } else if let Some((index, slot)) = passed.next() {
-                all.push(
-                    slot.or_else(|| self.give_in(index, call, &mut given))
-                        .unwrap_or(Slot::Taken),
-                );
-            } else {
-                break;
-            }
-        }
-        (Inputs::new(all), given)
+        let hand = |&(index, position): &(usize, usize)| {
+            let tensor = call.args[index].take()?;
+            let storage = tensor.storage()?.clone();
+            // If it dies inside, its memory is next used there.
+            storage.hand_over(&self.stream);
+            let given = Given {
+                input: index,
+                stamp: storage.stamp(),
+                block: storage.block(),
+                offset: tensor.offset(),
+                bytes: tensor.bytes(),
+                made_at: tensor.made_at(),
+                storage,
+            };
+            inputs.put(position, tensor);
+            Some(given)
+        };
+        let given = given.iter().filter_map(hand).collect();
+        (inputs, given)
     }
 
     /// One tensor's kind, and what the closure gets for it; `None` for an output of the path that is given.
@@ -276,28 +277,6 @@ impl<D: Device> Inner<D> {
         placed.sources.push(tensor.address());
         let spec = InputSpec::Copied { bytes, demoted };
         Ok((spec, Some(Slot::Tensor(place))))
-    }
-
-    fn give_in(
-        &self,
-        index: usize,
-        call: &mut Call<'_, '_, D>,
-        given: &mut Vec<Given<D>>,
-    ) -> Option<Slot<D>> {
-        let tensor = call.args[index].take()?;
-        let storage = tensor.storage()?.clone();
-        // If it dies inside, its memory is next used there.
-        storage.hand_over(&self.stream);
-        given.push(Given {
-            input: index,
-            stamp: storage.stamp(),
-            block: storage.block(),
-            offset: tensor.offset(),
-            bytes: tensor.bytes(),
-            made_at: tensor.made_at(),
-            storage,
-        });
-        Some(Slot::Tensor(tensor))
     }
 
     /// Calls the closure, with this thread's and the stream's allocations routed to the tree's pool. No lock of ours is held meanwhile.
@@ -361,9 +340,9 @@ impl<D: Device> Inner<D> {
         born: &[Arc<Storage<D>>],
     ) -> Result<Sorted<D>> {
         let mut sorted = Sorted {
-            specs: Vec::with_capacity(outputs.len()),
-            slots: Vec::with_capacity(outputs.len()),
-            first: Vec::with_capacity(outputs.len()),
+            specs: OutputSpecs::with_capacity(outputs.len()),
+            slots: OutputSlots::new(),
+            first: SmallVec::new(),
         };
         self.check_outputs(call.name, outputs)?;
         for (index, output) in outputs.iter().enumerate() {

@@ -6,9 +6,8 @@
 use smallvec::SmallVec;
 use tracing::debug_span;
 
-use super::args::{Arg, Inputs, Slot};
+use super::args::{Arg, Inputs, Slot, Slots};
 use super::call::{Call, Outcome, all_bound_fit, taken};
-use super::function::BoundInput;
 use super::outputs::Outputs;
 use super::reason::Reason;
 use super::{Inner, State};
@@ -83,7 +82,7 @@ impl<D: Device> Inner<D> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
         all_bound_fit(call.name, &bound, call.args.len())?;
-        let mut all: Vec<Slot<D>> = Vec::with_capacity(call.args.len() + bound.len());
+        let mut all = Slots::with_capacity(call.args.len() + bound.len());
         let mut slots: SmallVec<[GatherSlot; 4]> = SmallVec::new();
         let mut sources: SmallVec<[DevicePtr; 4]> = SmallVec::new();
         for (index, arg) in call.args.iter().enumerate() {
@@ -131,14 +130,6 @@ impl<D: Device> Inner<D> {
             }
             *slot = Slot::Tensor(given);
         }
-        // In ascending order, so each comes to lie where it was bound.
-        for (position, input) in bound {
-            let slot = match input {
-                BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
-                BoundInput::Value(value) => Slot::Value(value),
-            };
-            all.insert(position.min(all.len()), slot);
-        }
-        Ok(Inputs::new(all))
+        Ok(Inputs::new(all, bound))
     }
 }

@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use tracing::debug_span;
 
-use super::args::{Arg, Inputs, Slot};
+use super::args::{Arg, Inputs, Slot, Slots};
 use super::call::{Outcome, all_bound_fit, taken};
-use super::function::{BoundInput, Function, FunctionState, HeldBound};
+use super::function::{Function, FunctionState, HeldBound};
 use super::outputs::Outputs;
 use super::{FunctionKey, Inner, State};
 use crate::allocator::{Born, PoolHandle, PoolOptions};
@@ -127,7 +127,7 @@ impl<D: Device> FunctionState<D> {
         self.takes(args.len())?;
         let bound = self.bound_inputs()?;
         all_bound_fit(&self.name, &bound, args.len())?;
-        let mut all = Vec::with_capacity(args.len() + bound.len());
+        let mut all = Slots::with_capacity(args.len() + bound.len());
         for (index, arg) in args.iter().enumerate() {
             all.push(match arg {
                 Arg::Lend(tensor) => Slot::Tensor((*tensor).clone()),
@@ -141,15 +141,7 @@ impl<D: Device> FunctionState<D> {
                 tensor.check()?;
             }
         }
-        // In ascending order, so each comes to lie where it was bound.
-        for (position, input) in bound {
-            let slot = match input {
-                BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
-                BoundInput::Value(value) => Slot::Value(value),
-            };
-            all.insert(position.min(all.len()), slot);
-        }
-        Ok(Inputs::new(all))
+        Ok(Inputs::new(all, bound))
     }
 }
 

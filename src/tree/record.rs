@@ -4,7 +4,6 @@
 //! without a trace: what it allocated is freed, and what was given to it and died inside is claimed back where it lay.
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -13,7 +12,9 @@ use tracing::{debug_span, warn};
 use super::args::{Arg, Value};
 use super::call::{Blame, Call, Given, Outcome, Placed, Sorted, given_in};
 use super::function::Never;
-use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint};
+use super::node::{
+    Consumed, DeadBits, Footprint, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint,
+};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::reason::Reason;
@@ -79,7 +80,7 @@ struct Recorded<D: Device> {
     sorted: Sorted<D>,
     given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
-    footprint: Box<[Range<u64>]>,
+    footprint: Footprint,
     pins: Pins,
     values: Vec<Value>,
 }
@@ -186,7 +187,7 @@ impl<D: Device> Inner<D> {
             self.allocator.leave_capture(serial, Some(&self.pool));
             return (state, Err(Undone::Capture(error.into())));
         }
-        let mut placed = match self.place(&state, call, &born) {
+        let (mut placed, inputs) = match self.place(&state, call, &born) {
             Ok(placed) => placed,
             Err(error) => {
                 self.abandon(&mut state, serial);
@@ -199,11 +200,7 @@ impl<D: Device> Inner<D> {
         }
         let lent = self.lend_fed(call);
         let body = state.functions[call.function].body.clone();
-        let (inputs, given) = self.hand_in(
-            call,
-            std::mem::take(&mut placed.slots),
-            std::mem::take(&mut placed.bound),
-        );
+        let (inputs, given) = self.hand_in(call, inputs, &placed.given);
         let (mut state, outcome) = self.unlocked(state, || {
             self.call_body((call.name, &body), inputs, Phase::Record, &born)
         });
@@ -494,7 +491,7 @@ impl<D: Device> Inner<D> {
         // With the books exact, what is held owns its block.
         let owned =
             |storage: &Arc<Storage<D>>| storage.block().map(|block| (storage.clone(), block));
-        let mut saved: Vec<_> = Vec::with_capacity(sorted.slots.len());
+        let mut saved = SmallVec::with_capacity(sorted.slots.len());
         for entry in &state.path {
             saved.extend(state.held(entry).filter_map(owned));
         }
@@ -530,19 +527,19 @@ impl<D: Device> Inner<D> {
                 .specs
                 .iter()
                 .any(|o| matches!(o, OutputSpec::Bound(_))),
-            inputs: placed.specs.into(),
+            inputs: placed.specs,
             must_be_dead: must_be_dead.into(),
             footprint,
             pins,
             used: state.counts.uses(),
             consumed: consumed.into(),
             values: values.clone().into(),
-            outputs: sorted.specs.into(),
-            slots: sorted.slots.into(),
+            outputs: sorted.specs,
+            slots: sorted.slots,
             live,
             graph,
             checkpoint: self.pool.checkpoint_blocks(),
-            saved: saved.into(),
+            saved,
             copies: placed
                 .gather
                 .iter()

@@ -41,10 +41,10 @@ impl<D: Device> Inner<D> {
         state.use_stream(call.stream);
         let born = Born::new();
         let placed = self.place(&state, &call, &born).and_then(|placed| {
-            self.copy_in(&placed)?;
+            self.copy_in(&placed.0)?;
             Ok(placed)
         });
-        let mut placed = match placed {
+        let (mut placed, inputs) = match placed {
             Ok(placed) => placed,
             Err(error) => {
                 self.join(call.stream)?;
@@ -52,12 +52,7 @@ impl<D: Device> Inner<D> {
             }
         };
         let body = state.functions[call.function].body.clone();
-        let (inputs, given) = self.hand_in(
-            &mut call,
-            std::mem::take(&mut placed.slots),
-            std::mem::take(&mut placed.bound),
-        );
-
+        let (inputs, given) = self.hand_in(&mut call, inputs, &placed.given);
         let (mut state, outcome) = self.unlocked(state, || {
             self.call_body((call.name, &body), inputs, Phase::Warmup, &born)
         });
