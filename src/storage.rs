@@ -139,6 +139,12 @@ struct Custody<D: Device> {
     born: u64,
     /// The streams it is used on besides.
     uses: Uses<D>,
+    /// What few have.
+    rare: Option<Box<Rare<D>>>,
+}
+
+/// What a storage has only if it is watched, has gone stale while it was held, or has moved out.
+struct Rare<D: Device> {
     /// Where it moved out to: what keeps that memory.
     refuge: Option<Tensor<D>>,
     /// The copy that it moved out by, until it is known to be done.
@@ -147,6 +153,19 @@ struct Custody<D: Device> {
     watchers: Vec<Weak<AtomicBool>>,
     /// Who ended its last generations, the latest first.
     taken: [Option<Taken>; 4],
+}
+
+impl<D: Device> Custody<D> {
+    fn rare(&mut self) -> &mut Rare<D> {
+        self.rare.get_or_insert_with(|| {
+            Box::new(Rare {
+                refuge: None,
+                copied: None,
+                watchers: Vec::new(),
+                taken: Default::default(),
+            })
+        })
+    }
 }
 
 /// The stream that a copy was made on, and the event behind it.
@@ -235,10 +254,7 @@ impl<D: Device> Storage<D> {
                 stream: Some(birth.stream),
                 born: birth.capture,
                 uses: Uses::new(),
-                refuge: None,
-                copied: None,
-                watchers: Vec::new(),
-                taken: Default::default(),
+                rare: None,
             }),
             source: Source::Pool(source),
         })
@@ -269,10 +285,7 @@ impl<D: Device> Storage<D> {
                 stream: None,
                 born: 0,
                 uses: Uses::new(),
-                refuge: None,
-                copied: None,
-                watchers: Vec::new(),
-                taken: Default::default(),
+                rare: None,
             }),
             source,
         })
@@ -394,18 +407,20 @@ impl<D: Device> Storage<D> {
     fn give_back(&self, watched: bool) {
         let (block, stream, born, uses, watchers, _refuge) = {
             let mut custody = lock(&self.custody);
-            let watchers = if watched {
-                std::mem::take(&mut custody.watchers)
-            } else {
-                Vec::new()
-            };
+            let (mut watchers, mut refuge) = (Vec::new(), None);
+            if let Some(rare) = &mut custody.rare {
+                if watched {
+                    watchers = std::mem::take(&mut rare.watchers);
+                }
+                refuge = rare.refuge.take();
+            }
             (
                 custody.block.take(),
                 custody.stream.clone(),
                 custody.born,
                 std::mem::take(&mut custody.uses),
                 watchers,
-                custody.refuge.take(),
+                refuge,
             )
         };
         for watcher in watchers {
@@ -429,7 +444,8 @@ impl<D: Device> Storage<D> {
     /// Ends its generation: handles on it are stale from here on, and its block, if it owns one, is free.
     pub(crate) fn invalidate(&self, by: &Arc<str>, at: &'static Location<'static>) {
         {
-            let taken = &mut lock(&self.custody).taken;
+            let mut custody = lock(&self.custody);
+            let taken = &mut custody.rare().taken;
             taken.rotate_right(1);
             taken[0] = Some((self.word.stamp(), by.clone(), at));
         }
@@ -513,9 +529,9 @@ impl<D: Device> Storage<D> {
         let block = {
             let mut custody = lock(&self.custody);
             self.ptr.store(refuge.address().0, Ordering::Release);
-            custody.refuge = Some(refuge);
             custody.stream = Some(copied.0.clone());
-            custody.copied = Some(copied);
+            let rare = custody.rare();
+            (rare.refuge, rare.copied) = (Some(refuge), Some(copied));
             (custody.born, custody.uses) = (0, Uses::new());
             custody.block.take()
         };
@@ -536,14 +552,15 @@ impl<D: Device> Storage<D> {
         if self.eternal || !self.moved.load(Ordering::Acquire) {
             return Ok(());
         }
-        let Some(copied) = lock(&self.custody).copied.clone() else {
+        let rare = |custody: &Custody<D>| custody.rare.as_ref()?.copied.clone();
+        let Some(copied) = rare(&lock(&self.custody)) else {
             return Ok(());
         };
         if copied.0 == *stream {
             return Ok(());
         }
         if device.poll_event(&copied.1)? {
-            lock(&self.custody).copied = None;
+            lock(&self.custody).rare().copied = None;
             return Ok(());
         }
         match device.capture_status(stream)? {
@@ -604,11 +621,13 @@ impl<D: Device> Storage<D> {
         let Source::Pool(memory) = &self.source else {
             return;
         };
-        if let Some(refuge) = &lock(&self.custody).refuge {
+        let custody = lock(&self.custody);
+        if let Some(refuge) = custody.rare.as_ref().and_then(|rare| rare.refuge.as_ref()) {
             // The memory it has now is the refuge's to give back.
             let _current = refuge.record_stream(stream);
             return;
         }
+        drop(custody);
         let noted = memory.note_use(stream);
         let mut custody = lock(&self.custody);
         custody.uses.retain(|used| !used.is_on(stream));
@@ -639,9 +658,10 @@ impl<D: Device> Storage<D> {
         let watcher = Arc::downgrade(flag);
         let mut custody = lock(&self.custody);
         // A tree watches it once, however often it is recorded with it; functions come and go.
-        custody.watchers.retain(|w| w.strong_count() > 0);
-        if !custody.watchers.iter().any(|w| w.ptr_eq(&watcher)) {
-            custody.watchers.push(watcher);
+        let watchers = &mut custody.rare().watchers;
+        watchers.retain(|w| w.strong_count() > 0);
+        if !watchers.iter().any(|w| w.ptr_eq(&watcher)) {
+            watchers.push(watcher);
         }
         drop(custody);
         if !self.word.set_watched() {
@@ -652,8 +672,11 @@ impl<D: Device> Storage<D> {
     /// The error for a handle of the older generation `stamp`. Who ended it is known of the last few.
     fn stale(&self, stamp: u64, made_at: &'static Location<'static>) -> Stale {
         let custody = lock(&self.custody);
-        let taken = custody.taken.iter().flatten();
-        let (taken_by, taken_at) = match taken.into_iter().find(|(ended, ..)| *ended == stamp) {
+        let mut taken = custody
+            .rare
+            .iter()
+            .flat_map(|rare| rare.taken.iter().flatten());
+        let (taken_by, taken_at) = match taken.find(|(ended, ..)| *ended == stamp) {
             Some((_, by, at)) => (Some(by.clone()), Some(*at)),
             None => (None, None),
         };

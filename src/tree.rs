@@ -39,7 +39,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use slotmap::SlotMap;
 use smallvec::SmallVec;
 
-use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
+use crate::allocator::{Allocator, Born, Elsewhere, PoolHandle, PoolOptions};
 use crate::device::{Device, DevicePtr};
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
@@ -130,6 +130,8 @@ struct State<D: Device> {
     path: Vec<Entry<D>>,
     /// Runs of earlier paths of which a living generation still holds something: the path keeps out of their way.
     carried: Vec<Entry<D>>,
+    /// Room for the next recording's.
+    born: Option<Born<D>>,
     /// Room for the addresses that a replay copies from.
     sources: Vec<DevicePtr>,
     /// The streams that runs of the path were called on, and the last run before it.
@@ -304,7 +306,7 @@ impl<D: Device> GraphTrees<D> {
             bound,
             bound_died,
             skip_warmup,
-            variants: Vec::new(),
+            variants: SmallVec::new(),
             settings,
             recordings: 0,
             replays: 0,
@@ -771,6 +773,7 @@ impl<D: Device> State<D> {
             advice: Vec::new(),
             buried: Vec::new(),
             last_failure: None,
+            born: None,
             sources: Vec::new(),
         }
     }

@@ -42,6 +42,23 @@ impl<D: Device> Born<D> {
     pub(crate) fn storages(&self) -> Vec<Arc<Storage<D>>> {
         std::mem::take(&mut *lock(&self.0))
     }
+
+    /// Gives it the room of what it had noted, for the next call.
+    pub(crate) fn give_room(&self, mut storages: Vec<Arc<Storage<D>>>) {
+        storages.clear();
+        *lock(&self.0) = storages;
+    }
+
+    /// A new one, in the room of one of an earlier call, unless somebody is still about to note something there.
+    pub(crate) fn in_room_of(earlier: Option<Self>) -> Self {
+        if let Some(mut earlier) = earlier
+            && let Some(noted) = Arc::get_mut(&mut earlier.0)
+        {
+            lock(noted).clear();
+            return earlier;
+        }
+        Born::new()
+    }
 }
 
 impl<D: Device> Clone for Born<D> {

@@ -325,7 +325,7 @@ impl fmt::Debug for Function {
 /// A function as the tree keeps it. What a replay touches comes first.
 #[repr(C)]
 pub(super) struct FunctionState<D: Device> {
-    pub(super) variants: Vec<Variant>,
+    pub(super) variants: SmallVec<[Variant; 1]>,
     /// Bound at registration, by position, sorted.
     pub(super) bound: Vec<(usize, Bound<D>)>,
     /// Its runs that were replays.
@@ -479,10 +479,6 @@ impl<D: Device> FunctionState<D> {
 
     /// A variant for a key that has none yet.
     pub(super) fn add_variant(&mut self, key: &[i64], wanted: bool) -> usize {
-        if self.variants.is_empty() {
-            // Most functions have one.
-            self.variants.reserve_exact(1);
-        }
         self.variants.push(Variant {
             key: Key::from_slice(key),
             never: (!wanted).then_some(Never::Unwanted),

@@ -181,7 +181,7 @@ impl<D: Device> Inner<D> {
         call: &mut Call<'_, '_, D>,
     ) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
         let device = self.allocator.device();
-        let born = Born::new();
+        let born = Born::in_room_of(state.born.take());
         let serial = self.allocator.enter_capture(&self.stream);
         if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
             self.allocator.leave_capture(serial, Some(&self.pool));
@@ -240,9 +240,8 @@ impl<D: Device> Inner<D> {
             Outcome::Panicked(panic) => Err(Undone::Panic(panic, self.abandon(&mut state, serial))),
         };
         match ended {
-            Ok((graph, sorted)) => (
-                state,
-                Ok(Recorded {
+            Ok((graph, sorted)) => {
+                let recorded = Recorded {
                     graph,
                     placed,
                     sorted,
@@ -251,8 +250,11 @@ impl<D: Device> Inner<D> {
                     footprint: footprint(&storages),
                     pins,
                     values,
-                }),
-            ),
+                };
+                born.give_room(storages);
+                state.born = Some(born);
+                (state, Ok(recorded))
+            }
             Err(undone) => {
                 self.pool.unpin(&pins);
                 // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.
