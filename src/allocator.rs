@@ -33,7 +33,6 @@ use routes::Routes;
 use uses::Deferred;
 
 pub(crate) use captures::Baked;
-pub(crate) use routes::Born;
 pub(crate) use uses::{Elsewhere, Use, Uses};
 
 pub use pinned::{PinnedBuffer, PinnedConfig, PinnedStats};
@@ -290,24 +289,29 @@ impl<D: Device> Shared<D> {
 
     /// Allocates from a pool, or from the one that the routes name (looked up under the same lock, so that it is there still);
     /// where the device is out of memory and nothing captures, once more after that was waited for.
-    fn alloc_block(
-        &self,
-        pool: Option<PoolKey>,
+    fn alloc_storage(
+        self: &Arc<Self>,
+        from: Origin,
         stream: &D::Stream,
         bytes: u64,
-        tag: Tag,
-    ) -> Result<Handed<D>> {
+        at: &'static Location<'static>,
+    ) -> Result<Arc<Storage<D>>> {
+        let storage = self.next_storage();
+        let tag = Tag(storage.0);
         self.refuse_stream(stream)?;
         let mut books = self.books();
         books.free_deferred(&self.device);
         let id = self.device.stream_id(stream);
         let capture = books.capture_of(&self.device, stream);
-        let (pool, noted) = match pool {
-            Some(pool) => (pool, None),
-            None => {
+        let (pool, route) = match from {
+            Origin::Pool(pool) => (pool, None),
+            Origin::Route(pool, serial) => (pool, Some(serial)),
+            Origin::Any => {
                 let origin = capture.map_or(id, |at| books.captures[at].id);
-                let route = books.routes.pool_for(id, origin);
-                route.unwrap_or((books.default, None))
+                match books.routes.pool_for(id, origin) {
+                    Some((pool, serial)) => (pool, Some(serial)),
+                    None => (books.default, None),
+                }
             }
         };
         let first = books.pools[pool].pool.alloc(StreamId(id), bytes, tag);
@@ -341,13 +345,22 @@ impl<D: Device> Shared<D> {
             block.bytes(),
             Mark::Live,
         );
-        Ok(Handed {
+        let eternal = pools[pool].elsewhere.is_none();
+        let memory = Memory {
+            shared: self.clone(),
             pool,
-            eternal: pools[pool].elsewhere.is_none(),
-            block,
-            born,
-            noted,
-        })
+        };
+        let birth = Birth {
+            stream: stream.clone(),
+            stream_id: id,
+            capture: born,
+            at,
+        };
+        let storage = Storage::owning(storage, block, bytes, memory, birth, eternal);
+        if let Some(serial) = route {
+            books.routes.note(serial, &storage);
+        }
+        Ok(storage)
     }
 }
 
@@ -359,16 +372,15 @@ fn in_capture(mut error: PoolError) -> PoolError {
     error
 }
 
-/// A block that was handed out.
-struct Handed<D: Device> {
-    pool: PoolKey,
-    block: Allocation,
-    /// Serial of the capture it was born in; 0 if in none.
-    born: u64,
-    /// Its pool is no tree's: handles on it cannot go stale.
-    eternal: bool,
-    /// Where its storage is to be noted.
-    noted: Option<Born<D>>,
+/// Where an allocation comes from.
+#[derive(Clone, Copy)]
+pub(crate) enum Origin {
+    /// A pool.
+    Pool(PoolKey),
+    /// The pool of a route, and the route's serial.
+    Route(PoolKey, u64),
+    /// What the routes say; else the default pool.
+    Any,
 }
 
 impl<D: Device> Drop for Shared<D> {
@@ -446,7 +458,7 @@ impl<D: Device> Allocator<D> {
     /// [`PoolError::OutOfMemory`] carries the size and the pool's state; [`Error::ForeignStream`]. The pool is as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
-        alloc_in(&self.shared, None, stream, bytes, Location::caller())
+        alloc_in(&self.shared, Origin::Any, stream, bytes, Location::caller())
     }
 
     /// A tensor over memory of the caller's own, which this allocator's device can reach; `keeper` is dropped when the last handle is gone, and never while a
@@ -608,18 +620,18 @@ impl<D: Device> Allocator<D> {
         ))
     }
 
-    /// Routes one call of a function: this thread's allocations, and those for `stream`; what is allocated is noted in `born`.
+    /// Routes one call of a function: this thread's allocations, and those for `stream`. What is allocated is noted behind `born`.
     pub(crate) fn route_call(
         &self,
         stream: &D::Stream,
         pool: &PoolHandle<D>,
-        born: &Born<D>,
+        born: Vec<Arc<Storage<D>>>,
     ) -> RouteGuard<D> {
         RouteGuard::call(
             &self.shared,
             self.shared.device.stream_id(stream),
             pool,
-            born.clone(),
+            born,
         )
     }
 
@@ -662,7 +674,7 @@ fn foreign(what: impl FnOnce() -> String) -> Result<()> {
 /// Allocates a tensor from a pool, or from the one that the routes name.
 pub(crate) fn alloc_in<D: Device>(
     shared: &Arc<Shared<D>>,
-    pool: Option<PoolKey>,
+    from: Origin,
     stream: &D::Stream,
     bytes: u64,
     at: &'static Location<'static>,
@@ -670,30 +682,8 @@ pub(crate) fn alloc_in<D: Device>(
     if bytes == 0 {
         return Ok(Tensor::empty().remade_at(at));
     }
-    let id = shared.next_storage();
-    let handed = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
-    let memory = Memory {
-        shared: shared.clone(),
-        pool: handed.pool,
-    };
-    let birth = Birth {
-        stream: stream.clone(),
-        stream_id: shared.device.stream_id(stream),
-        capture: handed.born,
-        at,
-    };
-    let tensor = Tensor::first(Storage::owning(
-        id,
-        handed.block,
-        bytes,
-        memory,
-        birth,
-        handed.eternal,
-    ));
-    if let Some(noted) = handed.noted {
-        noted.note(&tensor);
-    }
-    Ok(tensor)
+    let storage = shared.alloc_storage(from, stream, bytes, at)?;
+    Ok(Tensor::first(storage))
 }
 
 impl<D: Device> Clone for Allocator<D> {

@@ -39,13 +39,13 @@ use std::sync::{Arc, PoisonError, Weak};
 use slotmap::SlotMap;
 use smallvec::SmallVec;
 
-use crate::allocator::{Allocator, Born, Elsewhere, PoolHandle, PoolOptions};
+use crate::allocator::{Allocator, Elsewhere, PoolHandle, PoolOptions};
 use crate::device::{Device, DevicePtr};
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
 use crate::storage::{Storage, Tensor};
-use crate::sync::thread::{self, ThreadId};
-use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock};
+use crate::sync::thread::ThreadId;
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock, thread_id};
 use call::{Call, drop_given, inputs_error};
 use decide::{Choice, Place};
 use function::{Bound, FunctionState};
@@ -130,8 +130,8 @@ struct State<D: Device> {
     path: Vec<Entry<D>>,
     /// Runs of earlier paths of which a living generation still holds something: the path keeps out of their way.
     carried: Vec<Entry<D>>,
-    /// Room for the next recording's.
-    born: Option<Born<D>>,
+    /// Room for what the next recording allocates.
+    born: Vec<Arc<Storage<D>>>,
     /// Room for the addresses that a replay copies from.
     sources: Vec<DevicePtr>,
     /// The streams that runs of the path were called on, and the last run before it.
@@ -712,7 +712,7 @@ impl<D: Device> Inner<D> {
     fn enter(&self, function: &Arc<str>) -> Result<MutexGuard<'_, State<D>>> {
         let mut state = lock(&self.state);
         while let Some(thread) = state.busy {
-            if thread == thread::current().id() {
+            if thread == thread_id() {
                 return Err(Error::Nested {
                     function: function.clone(),
                 });
@@ -733,7 +733,7 @@ impl<D: Device> Inner<D> {
         mut state: MutexGuard<'s, State<D>>,
         f: impl FnOnce() -> T,
     ) -> (MutexGuard<'s, State<D>>, T) {
-        state.busy = Some(thread::current().id());
+        state.busy = Some(thread_id());
         drop(state);
         let result = f();
         let mut state = lock(&self.state);
@@ -773,7 +773,7 @@ impl<D: Device> State<D> {
             advice: Vec::new(),
             buried: Vec::new(),
             last_failure: None,
-            born: None,
+            born: Vec::new(),
             sources: Vec::new(),
         }
     }

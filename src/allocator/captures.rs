@@ -13,7 +13,8 @@ use crate::device::{CaptureStatus, Device, DeviceError, DevicePtr, Mark};
 use crate::error::Result;
 use crate::pool::Allocation;
 use crate::storage::Tensor;
-use crate::sync::thread::{self, ThreadId};
+use crate::sync::thread::ThreadId;
+use crate::sync::thread_id;
 
 /// A capture underway.
 pub(super) struct Underway<D: Device> {
@@ -61,7 +62,7 @@ impl<D: Device> Books<D> {
                 self.captures.iter().position(has_it)
             }
             Ok(CaptureStatus::Invalidated) => {
-                let thread = thread::current().id();
+                let thread = thread_id();
                 self.captures.iter().rposition(|c| c.thread == thread)
             }
             Ok(CaptureStatus::None) | Err(_) => None,
@@ -81,7 +82,7 @@ impl<D: Device> Allocator<D> {
             stream: stream.clone(),
             id: self.shared.device.stream_id(stream),
             serial,
-            thread: thread::current().id(),
+            thread: thread_id(),
             made,
             pools: SmallVec::new(),
             kept: Vec::new(),

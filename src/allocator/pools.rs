@@ -14,7 +14,7 @@ use crate::pool::{
 use crate::storage::{Birth, Source, Storage, Tensor};
 
 use super::{
-    CustomBacking, Elsewhere, Memory, PoolKey, Shared, alloc_in, refuse_tensor, with_pool,
+    CustomBacking, Elsewhere, Memory, Origin, PoolKey, Shared, alloc_in, refuse_tensor, with_pool,
 };
 
 /// A pool's number within its allocator, in order of creation; 0 is the default pool. Never reused.
@@ -108,7 +108,7 @@ impl<D: Device> PoolHandle<D> {
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
         alloc_in(
             &self.shared,
-            Some(self.key),
+            Origin::Pool(self.key),
             stream,
             bytes,
             Location::caller(),
@@ -398,7 +398,7 @@ impl<D: Device> PoolHandle<D> {
         bytes: u64,
         made_at: &'static Location<'static>,
     ) -> Result<Tensor<D>> {
-        alloc_in(&self.shared, Some(self.key), stream, bytes, made_at)
+        alloc_in(&self.shared, Origin::Pool(self.key), stream, bytes, made_at)
     }
 
     fn memory(&self) -> Memory<D> {

@@ -1,14 +1,16 @@
 //! Which pool an allocation comes from when nobody names one: by thread or by stream, the innermost route first.
 
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 
 use crate::device::Device;
+use crate::error::Result;
 use crate::storage::{Storage, Tensor};
-use crate::sync::thread::{self, ThreadId};
-use crate::sync::{Mutex, lock};
+use crate::sync::thread::ThreadId;
+use crate::sync::thread_id;
 
-use super::{PoolHandle, PoolId, PoolKey, Shared};
+use super::{Origin, PoolHandle, PoolId, PoolKey, Shared, alloc_in};
 
 /// The routes in force, oldest first.
 pub(super) struct Routes<D: Device> {
@@ -20,51 +22,8 @@ struct Route<D: Device> {
     serial: u64,
     pool: PoolKey,
     filter: Filter,
-    /// Where what is allocated by this route is noted.
-    born: Option<Born<D>>,
-}
-
-/// The storages allocated during one call of a function, in order.
-pub(crate) struct Born<D: Device>(Arc<Mutex<Vec<Arc<Storage<D>>>>>);
-
-impl<D: Device> Born<D> {
-    pub(crate) fn new() -> Self {
-        Born(Arc::new(Mutex::new(Vec::new())))
-    }
-
-    pub(crate) fn note(&self, tensor: &Tensor<D>) {
-        if let Some(storage) = tensor.storage() {
-            lock(&self.0).push(storage.clone());
-        }
-    }
-
-    /// What was noted so far; nothing is noted any more.
-    pub(crate) fn storages(&self) -> Vec<Arc<Storage<D>>> {
-        std::mem::take(&mut *lock(&self.0))
-    }
-
-    /// Gives it the room of what it had noted, for the next call.
-    pub(crate) fn give_room(&self, mut storages: Vec<Arc<Storage<D>>>) {
-        storages.clear();
-        *lock(&self.0) = storages;
-    }
-
-    /// A new one, in the room of one of an earlier call, unless somebody is still about to note something there.
-    pub(crate) fn in_room_of(earlier: Option<Self>) -> Self {
-        if let Some(mut earlier) = earlier
-            && let Some(noted) = Arc::get_mut(&mut earlier.0)
-        {
-            lock(noted).clear();
-            return earlier;
-        }
-        Born::new()
-    }
-}
-
-impl<D: Device> Clone for Born<D> {
-    fn clone(&self) -> Self {
-        Born(self.0.clone())
-    }
+    /// Of a call of a function, what was allocated during it, in order.
+    born: Vec<Arc<Storage<D>>>,
 }
 
 impl<D: Device> Default for Routes<D> {
@@ -86,13 +45,13 @@ enum Filter {
 }
 
 impl<D: Device> Routes<D> {
-    /// The pool for an allocation of this thread for `stream`, and where to note it. `origin` is the stream whose capture it belongs to, if it
+    /// The pool for an allocation of this thread for `stream`, and the route. `origin` is the stream whose capture it belongs to, if it
     /// forked off one; else itself.
-    pub(super) fn pool_for(&self, stream: u32, origin: u32) -> Option<(PoolKey, Option<Born<D>>)> {
+    pub(super) fn pool_for(&self, stream: u32, origin: u32) -> Option<(PoolKey, u64)> {
         if self.routes.is_empty() {
             return None;
         }
-        let thread = thread::current().id();
+        let thread = thread_id();
         let takes = |r: &&Route<D>| match r.filter {
             Filter::Thread(t) => t == thread,
             Filter::Stream(s) => s == stream || s == origin,
@@ -102,11 +61,17 @@ impl<D: Device> Routes<D> {
             .iter()
             .rev()
             .find(takes)
-            .map(|r| (r.pool, r.born.clone()))
+            .map(|r| (r.pool, r.serial))
     }
-}
 
-impl<D: Device> Routes<D> {
+    /// Notes what was allocated by a route, if that is a call's.
+    pub(super) fn note(&mut self, serial: u64, storage: &Arc<Storage<D>>) {
+        let is_it = |r: &&mut Route<D>| r.serial == serial && matches!(r.filter, Filter::Call(..));
+        if let Some(route) = self.routes.iter_mut().rev().find(is_it) {
+            route.born.push(storage.clone());
+        }
+    }
+
     /// The innermost call of a function that allocates from a pool, by a number that is not 0; 0 where there is none.
     pub(super) fn call_in(&self, pool: PoolKey) -> u64 {
         let call = |r: &&Route<D>| r.pool == pool && matches!(r.filter, Filter::Call(..));
@@ -128,36 +93,32 @@ pub struct RouteGuard<D: Device> {
     pool: PoolKey,
     id: PoolId,
     serial: u64,
+    ended: bool,
 }
 
 impl<D: Device> RouteGuard<D> {
     pub(super) fn thread(shared: &Arc<Shared<D>>, pool: &PoolHandle<D>) -> Self {
-        Self::install(shared, pool, Filter::Thread(thread::current().id()), None)
+        Self::install(shared, pool, Filter::Thread(thread_id()), Vec::new())
     }
 
     pub(super) fn stream(shared: &Arc<Shared<D>>, stream: u32, pool: &PoolHandle<D>) -> Self {
-        Self::install(shared, pool, Filter::Stream(stream), None)
+        Self::install(shared, pool, Filter::Stream(stream), Vec::new())
     }
 
     pub(super) fn call(
         shared: &Arc<Shared<D>>,
         stream: u32,
         pool: &PoolHandle<D>,
-        born: Born<D>,
+        born: Vec<Arc<Storage<D>>>,
     ) -> Self {
-        Self::install(
-            shared,
-            pool,
-            Filter::Call(thread::current().id(), stream),
-            Some(born),
-        )
+        Self::install(shared, pool, Filter::Call(thread_id(), stream), born)
     }
 
     fn install(
         shared: &Arc<Shared<D>>,
         pool: &PoolHandle<D>,
         filter: Filter,
-        born: Option<Born<D>>,
+        born: Vec<Arc<Storage<D>>>,
     ) -> Self {
         let mut books = shared.books();
         books.pools[pool.key].uses += 1;
@@ -175,21 +136,48 @@ impl<D: Device> RouteGuard<D> {
             pool: pool.key,
             id: pool.id,
             serial,
+            ended: false,
         }
     }
-}
 
-impl<D: Device> Drop for RouteGuard<D> {
-    fn drop(&mut self) {
+    /// Allocates from its pool, as if it had been looked up.
+    pub(crate) fn alloc_at(
+        &self,
+        stream: &D::Stream,
+        bytes: u64,
+        made_at: &'static Location<'static>,
+    ) -> Result<Tensor<D>> {
+        let from = Origin::Route(self.pool, self.serial);
+        alloc_in(&self.shared, from, stream, bytes, made_at)
+    }
+
+    /// Takes it back; what was allocated by it, if it is a call's.
+    pub(crate) fn end(mut self) -> Vec<Arc<Storage<D>>> {
+        self.take_back()
+    }
+
+    fn take_back(&mut self) -> Vec<Arc<Storage<D>>> {
+        self.ended = true;
         let mut books = self.shared.books();
         let routes = &mut books.routes.routes;
+        let mut born = Vec::new();
         if let Some(at) = routes.iter().position(|r| r.serial == self.serial) {
             let route = routes.remove(at);
             if matches!(route.filter, Filter::Call(..)) {
                 books.closure_returned(&self.shared.device, route.call());
             }
+            born = route.born;
         }
         books.let_go(self.pool);
+        born
+    }
+}
+
+impl<D: Device> Drop for RouteGuard<D> {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.take_back();
+        }
     }
 }
 

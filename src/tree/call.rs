@@ -12,7 +12,7 @@ use super::node::{InputSpec, InputSpecs, OutputSlots, OutputSpec, OutputSpecs};
 use super::path::is_on_path;
 use super::recorder::{Recorder, Said};
 use super::{Inner, State};
-use crate::allocator::{Born, PoolHandle, refuse_tensor};
+use crate::allocator::{PoolHandle, refuse_tensor};
 use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
 use crate::pool::Allocation;
@@ -68,6 +68,8 @@ pub(super) struct Placed<D: Device> {
     pub(super) sources: Vec<DevicePtr>,
     /// Outputs of the path that are given: which passed input, and its position.
     pub(super) given: SmallVec<[(usize, usize); 2]>,
+    /// The places of the copied inputs, as storages.
+    pub(super) born: Vec<Arc<Storage<D>>>,
 }
 
 /// An output of the path that went into the closure's hands: what it takes to bring it back if the recording is undone.
@@ -114,7 +116,7 @@ impl<D: Device> Inner<D> {
         &self,
         state: &State<D>,
         call: &Call<'_, '_, D>,
-        born: &Born<D>,
+        born: Vec<Arc<Storage<D>>>,
     ) -> Result<(Placed<D>, Inputs<D>)> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
@@ -125,6 +127,7 @@ impl<D: Device> Inner<D> {
             gather: Vec::new(),
             sources: Vec::new(),
             given: SmallVec::new(),
+            born,
         };
         for (index, arg) in call.args.iter().enumerate() {
             let (spec, slot) = match arg {
@@ -133,12 +136,8 @@ impl<D: Device> Inner<D> {
                     Some(Slot::Value(value.clone())),
                 ),
                 Arg::Taken => return Err(taken(call.name, index)),
-                Arg::Lend(tensor) => {
-                    self.place_tensor(state, call, index, tensor, &mut placed, born)?
-                }
-                Arg::Give(tensor) => {
-                    self.place_tensor(state, call, index, tensor, &mut placed, born)?
-                }
+                Arg::Lend(tensor) => self.place_tensor(state, call, index, tensor, &mut placed)?,
+                Arg::Give(tensor) => self.place_tensor(state, call, index, tensor, &mut placed)?,
             };
             if slot.is_none() {
                 placed.given.push((index, function.position(index)));
@@ -238,7 +237,6 @@ impl<D: Device> Inner<D> {
         index: usize,
         tensor: &Tensor<D>,
         placed: &mut Placed<D>,
-        born: &Born<D>,
     ) -> Result<(InputSpec<D>, Option<Slot<D>>)> {
         let bytes = tensor.bytes();
         let Some(storage) = tensor.storage() else {
@@ -269,7 +267,7 @@ impl<D: Device> Inner<D> {
             return Ok((spec, Some(Slot::Tensor(tensor.clone()))));
         }
         let place = self.pool.alloc_at(&self.stream, bytes, call.at)?;
-        born.note(&place);
+        placed.born.extend(place.storage().cloned());
         placed.gather.push(GatherSlot {
             dst: place.address(),
             bytes,
@@ -279,14 +277,15 @@ impl<D: Device> Inner<D> {
         Ok((spec, Some(Slot::Tensor(place))))
     }
 
-    /// Calls the closure, with this thread's and the stream's allocations routed to the tree's pool. No lock of ours is held meanwhile.
+    /// Calls the closure, with this thread's and the stream's allocations routed to the tree's pool. No lock of ours is held meanwhile. What has been allocated
+    /// during the call is given back behind `born`.
     pub(super) fn call_body(
         &self,
         (name, body): (&Arc<str>, &Body<D>),
         inputs: Inputs<D>,
         phase: Phase,
-        born: &Born<D>,
-    ) -> Outcome<D> {
+        born: Vec<Arc<Storage<D>>>,
+    ) -> (Outcome<D>, Vec<Arc<Storage<D>>>) {
         self.call_body_on((name, body), inputs, phase, born, &self.stream, &self.pool)
     }
 
@@ -296,17 +295,16 @@ impl<D: Device> Inner<D> {
         (name, body): (&Arc<str>, &Body<D>),
         inputs: Inputs<D>,
         phase: Phase,
-        born: &Born<D>,
+        born: Vec<Arc<Storage<D>>>,
         stream: &D::Stream,
         pool: &PoolHandle<D>,
-    ) -> Outcome<D> {
+    ) -> (Outcome<D>, Vec<Arc<Storage<D>>>) {
         let route = self.allocator.route_call(stream, pool, born);
         let mut recorder = Recorder {
             device: self.allocator.device(),
             stream,
-            pool,
             phase,
-            born,
+            route: &route,
             allocator: &self.allocator,
             said: Said::default(),
             made: &self.made,
@@ -325,8 +323,8 @@ impl<D: Device> Inner<D> {
             }
         };
         let outcome = catch_unwind(AssertUnwindSafe(call));
-        drop(route);
-        outcome.unwrap_or_else(Outcome::Panicked)
+        let born = route.end();
+        (outcome.unwrap_or_else(Outcome::Panicked), born)
     }
 
     /// Says of each output what it is, and finds what the closure kept without returning it.

@@ -11,7 +11,7 @@ use super::call::{Call, Outcome, all_bound_fit, taken};
 use super::outputs::Outputs;
 use super::reason::Reason;
 use super::{Inner, State};
-use crate::allocator::{Born, PoolHandle};
+use crate::allocator::PoolHandle;
 use crate::device::{Device, DevicePtr, GatherSlot};
 use crate::error::{Phase, Result};
 use crate::sync::{MutexGuard, lock};
@@ -38,11 +38,10 @@ impl<D: Device> Inner<D> {
         let pool = self.allocator.default_pool();
         let inputs = self.inputs_for_eager(&state, &mut call, &pool)?;
         state.use_stream(call.stream);
-        let born = Born::new();
         let body = state.functions[call.function].body.clone();
-        let (mut state, outcome) = self.unlocked(state, || {
+        let (mut state, (outcome, _)) = self.unlocked(state, || {
             let body = (call.name, &body);
-            self.call_body_on(body, inputs, Phase::Eager, &born, call.stream, &pool)
+            self.call_body_on(body, inputs, Phase::Eager, Vec::new(), call.stream, &pool)
         });
         // State of whatever function may have been used, on another stream than the one it was made on.
         lock(&self.made).retain(|made| {

@@ -15,7 +15,7 @@ use super::call::{Outcome, all_bound_fit, taken};
 use super::function::{Function, FunctionState, HeldBound};
 use super::outputs::Outputs;
 use super::{FunctionKey, Inner, State};
-use crate::allocator::{Born, PoolHandle, PoolOptions};
+use crate::allocator::{PoolHandle, PoolOptions};
 use crate::device::{Call, CaptureStatus, Code, Device, DeviceError};
 use crate::error::{Phase, Result};
 use crate::storage::{Storage, Tensor};
@@ -78,12 +78,11 @@ impl<D: Device> Inner<D> {
         let inputs = state.functions[key].inputs_as_they_are(args, &bound)?;
         let body = state.functions[key].body.clone();
         let pool = self.inline_pool()?;
-        let born = Born::new();
-        let (mut state, outcome) = self.unlocked(state, || {
+        let (mut state, (outcome, born)) = self.unlocked(state, || {
             let body = (function.shared_name(), &body);
-            self.call_body_on(body, inputs, Phase::Inline, &born, stream, &pool)
+            self.call_body_on(body, inputs, Phase::Inline, Vec::new(), stream, &pool)
         });
-        lock(&self.inlined).keep(&pool, stream, &born.storages(), at);
+        lock(&self.inlined).keep(&pool, stream, &born, at);
         let (outputs, said) = match outcome {
             Outcome::Returned(outputs, said) => (outputs, said),
             Outcome::Failed(error, _) => return Err(error),

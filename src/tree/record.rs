@@ -19,7 +19,7 @@ use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::reason::Reason;
 use super::{Inner, State};
-use crate::allocator::{Born, Claim};
+use crate::allocator::Claim;
 use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed};
 use crate::error::{Error, Phase, Result};
 use crate::pool::{Allocation, Pins, Tag};
@@ -181,13 +181,13 @@ impl<D: Device> Inner<D> {
         call: &mut Call<'_, '_, D>,
     ) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
         let device = self.allocator.device();
-        let born = Born::in_room_of(state.born.take());
         let serial = self.allocator.enter_capture(&self.stream);
         if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
             self.allocator.leave_capture(serial, Some(&self.pool));
             return (state, Err(Undone::Capture(error.into())));
         }
-        let (mut placed, inputs) = match self.place(&state, call, &born) {
+        let born = std::mem::take(&mut state.born);
+        let (mut placed, inputs) = match self.place(&state, call, born) {
             Ok(placed) => placed,
             Err(error) => {
                 self.abandon(&mut state, serial);
@@ -201,10 +201,10 @@ impl<D: Device> Inner<D> {
         let lent = self.lend_fed(call);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(call, inputs, &placed.given);
-        let (mut state, outcome) = self.unlocked(state, || {
-            self.call_body((call.name, &body), inputs, Phase::Record, &born)
+        let born = std::mem::take(&mut placed.born);
+        let (mut state, (outcome, mut storages)) = self.unlocked(state, || {
+            self.call_body((call.name, &body), inputs, Phase::Record, born)
         });
-        let storages = born.storages();
         // Before the capture is over, and with it the time in which nothing is given back.
         let pins = self.pool.pin(storages.iter().map(|s| s.ptr().0));
         let (mut values, mut returned) = (Vec::new(), Vec::new());
@@ -251,8 +251,8 @@ impl<D: Device> Inner<D> {
                     pins,
                     values,
                 };
-                born.give_room(storages);
-                state.born = Some(born);
+                storages.clear();
+                state.born = storages;
                 (state, Ok(recorded))
             }
             Err(undone) => {

@@ -5,7 +5,7 @@ use std::panic::Location;
 use std::sync::{Arc, Weak};
 
 use super::args::Value;
-use crate::allocator::{Allocator, Born, PinnedBuffer, PoolHandle};
+use crate::allocator::{Allocator, PinnedBuffer, RouteGuard};
 use crate::device::{Device, KernelArg, LaunchConfig};
 use crate::error::{Phase, Result};
 use crate::storage::{Storage, Tensor};
@@ -18,9 +18,9 @@ use crate::sync::{Mutex, lock};
 pub struct Recorder<'a, D: Device> {
     pub(super) device: &'a D,
     pub(super) stream: &'a D::Stream,
-    pub(super) pool: &'a PoolHandle<D>,
     pub(super) phase: Phase,
-    pub(super) born: &'a Born<D>,
+    /// Where its memory comes from.
+    pub(super) route: &'a RouteGuard<D>,
     /// Where memory from outside of the tree comes from.
     pub(super) allocator: &'a Allocator<D>,
     pub(super) said: Said,
@@ -49,9 +49,7 @@ impl<'a, D: Device> Recorder<'a, D> {
     /// [`PoolError::OutOfMemory`](crate::pool::PoolError::OutOfMemory), with the pool as it was.
     #[track_caller]
     pub fn alloc(&mut self, bytes: u64) -> Result<Tensor<D>> {
-        let tensor = self.pool.alloc_at(self.stream, bytes, Location::caller())?;
-        self.born.note(&tensor);
-        Ok(tensor)
+        self.route.alloc_at(self.stream, bytes, Location::caller())
     }
 
     /// Allocates state that the function makes once and keeps, say in its closure: memory of the allocator's default pool, which belongs to no generation and

@@ -10,7 +10,6 @@ use super::path::{Entry, Run, Warm};
 use super::reason::Reason;
 use super::recorder::Said;
 use super::{Inner, State};
-use crate::allocator::Born;
 use crate::device::Device;
 use crate::error::{Phase, Result};
 use crate::sync::MutexGuard;
@@ -39,8 +38,7 @@ impl<D: Device> Inner<D> {
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
         state.use_stream(call.stream);
-        let born = Born::new();
-        let placed = self.place(&state, &call, &born).and_then(|placed| {
+        let placed = self.place(&state, &call, Vec::new()).and_then(|placed| {
             self.copy_in(&placed.0)?;
             Ok(placed)
         });
@@ -53,10 +51,10 @@ impl<D: Device> Inner<D> {
         };
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(&mut call, inputs, &placed.given);
-        let (mut state, outcome) = self.unlocked(state, || {
-            self.call_body((call.name, &body), inputs, Phase::Warmup, &born)
+        let born = std::mem::take(&mut placed.born);
+        let (mut state, (outcome, storages)) = self.unlocked(state, || {
+            self.call_body((call.name, &body), inputs, Phase::Warmup, born)
         });
-        let storages = born.storages();
         let mut panicked = None;
         let mut said = Said::default();
         let sorted = match outcome {
