@@ -83,13 +83,13 @@ struct Books<D: Device> {
 /// The books, locked. What goes meanwhile is dropped after the lock: the fields are dropped in this order.
 struct Held<'a, D: Device> {
     books: MutexGuard<'a, Books<D>>,
-    gone: Vec<Entry<D>>,
+    gone: Option<Vec<Entry<D>>>,
 }
 
 impl<D: Device> Drop for Held<'_, D> {
     fn drop(&mut self) {
         if !self.books.gone.is_empty() {
-            self.gone = std::mem::take(&mut self.books.gone);
+            self.gone = Some(std::mem::take(&mut self.books.gone));
         }
     }
 }
@@ -247,7 +247,7 @@ impl<D: Device> Shared<D> {
     fn books(&self) -> Held<'_, D> {
         Held {
             books: lock(&self.books),
-            gone: Vec::new(),
+            gone: None,
         }
     }
 

@@ -230,7 +230,7 @@ impl<D: Device> Capture<'_, D> {
         let allocator = self.graph.allocator.clone();
         let device = allocator.device();
         let ended = device.end_capture(&self.stream);
-        let baked = allocator.leave_capture(window.serial, Some(&window.pool));
+        let baked = allocator.leave_capture(window.serial, Some((&window.pool, &[])));
         drop(window.route);
         let template = ended?;
         let info = device.graph_info(&template)?;

@@ -365,13 +365,14 @@ impl<D: Device> Storage<D> {
 
     /// Makes it an output of a node. A storage is an output of one node at most; its bit is set if it is held.
     pub(crate) fn settle(&self, home: Home) {
-        let (live, bit) = (home.live.clone(), home.bit);
-        if self.home.set(home).is_ok() {
-            live.set(bit);
+        if self.home.set(home).is_ok()
+            && let Some(home) = self.home.get()
+        {
+            home.live.set(home.bit);
             // It may have died between the caller's look and the set: then nobody else clears the bit. Its death looks for a home after it has changed
             // the word; so either it finds this one, or the owners are gone here.
             if self.word.owners_in_order() == 0 {
-                live.clear(bit);
+                home.live.clear(home.bit);
             }
         }
     }
@@ -487,11 +488,6 @@ impl<D: Device> Storage<D> {
         self.word.settled();
     }
 
-    /// The stream that its memory is used on again once it is free.
-    pub(crate) fn freed_on(&self) -> Option<D::Stream> {
-        lock(&self.custody).stream.clone()
-    }
-
     /// The block it owns now.
     pub(crate) fn block(&self) -> Option<Allocation> {
         lock(&self.custody).block
@@ -599,13 +595,14 @@ impl<D: Device> Storage<D> {
         Some(stamp)
     }
 
-    /// From now on its death is ordered on `stream`, as that of any eager storage.
-    pub(crate) fn hand_over(&self, stream: &D::Stream) {
+    /// From now on its death is ordered on `stream`, as that of any eager storage. The block it owns now.
+    pub(crate) fn hand_over(&self, stream: &D::Stream) -> Option<Allocation> {
         let mut custody = lock(&self.custody);
         custody.born = 0;
         if custody.stream.as_ref() != Some(stream) {
             custody.stream = Some(stream.clone());
         }
+        custody.block
     }
 
     /// Its death is not told to the device: a graph that was launched before has written over it, and its memory is somebody else's by then; or it is
@@ -647,7 +644,10 @@ impl<D: Device> Storage<D> {
 
     /// Notes that a run on a stream uses it, where it is of memory outside of trees, and its own stream is another: it may be dropped as soon as the run has returned.
     pub(crate) fn used_by_run(&self, stream: &D::Stream) {
-        let elsewhere = || self.freed_on().is_some_and(|own| own != *stream);
+        let elsewhere = || {
+            let custody = lock(&self.custody);
+            custody.stream.as_ref().is_some_and(|own| own != stream)
+        };
         if self.is_eternal() && elsewhere() {
             self.use_on(stream);
         }
@@ -655,13 +655,12 @@ impl<D: Device> Storage<D> {
 
     /// Raises `flag` when the storage dies.
     pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
-        let watcher = Arc::downgrade(flag);
         let mut custody = lock(&self.custody);
         // A tree watches it once, however often it is recorded with it; functions come and go.
         let watchers = &mut custody.rare().watchers;
         watchers.retain(|w| w.strong_count() > 0);
-        if !watchers.iter().any(|w| w.ptr_eq(&watcher)) {
-            watchers.push(watcher);
+        if !watchers.iter().any(|w| w.as_ptr() == Arc::as_ptr(flag)) {
+            watchers.push(Arc::downgrade(flag));
         }
         drop(custody);
         if !self.word.set_watched() {

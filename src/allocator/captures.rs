@@ -3,6 +3,7 @@
 //! Whoever captures through this allocator tells it before the driver's begin and after the driver's end. In between nothing is given back to the device, and what is used
 //! of memory that is not the caller's to keep is noted for the graph, which has the addresses baked in.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
@@ -11,8 +12,8 @@ use super::pinned::{Captured, PinnedUses};
 use super::{Allocator, Books, PoolHandle, PoolKey};
 use crate::device::{CaptureStatus, Device, DeviceError, DevicePtr, Mark};
 use crate::error::Result;
-use crate::pool::Allocation;
-use crate::storage::Tensor;
+use crate::pool::{Allocation, Pins};
+use crate::storage::{Storage, Tensor};
 use crate::sync::thread::ThreadId;
 use crate::sync::thread_id;
 
@@ -44,6 +45,8 @@ pub(crate) struct Baked<D: Device> {
     tensors: Vec<Tensor<D>>,
     /// The pinned memory that it has copies of.
     pinned: Option<PinnedUses<D>>,
+    /// The segments of the pool of whoever has the graph. Who drops it [unpins](PoolHandle::unpin) them.
+    pub(crate) pins: Pins,
 }
 
 impl<D: Device> Books<D> {
@@ -117,12 +120,16 @@ impl<D: Device> Allocator<D> {
         Ok(())
     }
 
-    /// Notes that the capture has ended, whatever came of it. What its graph is to keep as long as it lives: it has the addresses baked in. Not so `own`, a
-    /// pool that whoever has the graph keeps anyway.
+    /// Notes that the capture has ended, whatever came of it. What its graph is to keep as long as it lives: it has the addresses baked in. Not so a
+    /// pool that whoever has the graph keeps anyway (`own`): of that, the segments of the storages that are named are pinned.
     ///
     /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
     /// allocations themselves are in the graph, or lost with it.
-    pub(crate) fn leave_capture(&self, serial: u64, own: Option<&PoolHandle<D>>) -> Baked<D> {
+    pub(crate) fn leave_capture(
+        &self,
+        serial: u64,
+        own: Option<(&PoolHandle<D>, &[Arc<Storage<D>>])>,
+    ) -> Baked<D> {
         let mut books = self.shared.books();
         let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
             return Baked::default();
@@ -142,11 +149,14 @@ impl<D: Device> Allocator<D> {
         // Its room is the next capture's.
         books.spare_made = ended.made;
         books.free_deferred(&self.shared.device);
-        if let Some(own) = own
-            && let Some(at) = ended.pools.iter().position(|key| *key == own.key)
-        {
-            ended.pools.remove(at);
-            books.let_go(own.key);
+        let mut pins = Pins::default();
+        if let Some((own, storages)) = own {
+            let addresses = storages.iter().map(|s| s.ptr().0);
+            pins = books.pools[own.key].pool.pin(addresses);
+            if let Some(at) = ended.pools.iter().position(|key| *key == own.key) {
+                ended.pools.remove(at);
+                books.let_go(own.key);
+            }
         }
         let handle = |key: PoolKey| PoolHandle {
             shared: self.shared.clone(),
@@ -160,6 +170,7 @@ impl<D: Device> Allocator<D> {
             pools,
             tensors: ended.kept,
             pinned: PinnedUses::of(ended.pinned),
+            pins,
         }
     }
 }
@@ -201,6 +212,7 @@ impl<D: Device> Default for Baked<D> {
             pools: Vec::new(),
             tensors: Vec::new(),
             pinned: None,
+            pins: Pins::default(),
         }
     }
 }

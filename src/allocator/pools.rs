@@ -281,11 +281,7 @@ impl<D: Device> PoolHandle<D> {
         }
     }
 
-    /// Keeps the segments of these addresses from being given back, until [`unpin`](PoolHandle::unpin).
-    pub(crate) fn pin(&self, addresses: impl IntoIterator<Item = u64>) -> Pins {
-        with_pool(&self.shared, self.key, |p| p.pin(addresses))
-    }
-
+    /// Lets go of segments that a graph had [pinned](super::Baked::pins).
     pub(crate) fn unpin(&self, pins: &Pins) {
         with_pool(&self.shared, self.key, |p| p.unpin(pins));
     }

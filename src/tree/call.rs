@@ -468,16 +468,17 @@ impl<D: Device> Inner<D> {
         }
     }
 
-    /// Makes the slots outputs of their node, held by the caller's stream from here on. The mask says which are held.
+    /// Makes the slots outputs of their node, held by the caller's stream from here on. The mask says which are held. `each` is told of each, and of the block that it owns.
     pub(super) fn settle(
         &self,
         name: &Arc<str>,
         sorted: &Sorted<D>,
         stream: &D::Stream,
+        mut each: impl FnMut(&Arc<Storage<D>>, Option<Allocation>),
     ) -> Arc<LiveMask> {
         let live = LiveMask::new(sorted.slots.len());
         for (bit, ((storage, _), output)) in sorted.slots.iter().zip(&sorted.first).enumerate() {
-            storage.hand_over(stream);
+            each(storage, storage.hand_over(stream));
             let bit = u32::try_from(bit).unwrap_or(u32::MAX);
             storage.settle(Home {
                 function: name.clone(),

@@ -9,7 +9,7 @@ use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
 use crate::allocator::Baked;
 use crate::device::{Device, DevicePtr, GraphInfo};
-use crate::pool::{Allocation, Checkpoint, Pins};
+use crate::pool::{Allocation, Checkpoint};
 use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
 
 /// A node's number within its tree, in order of recording. Never reused.
@@ -60,8 +60,6 @@ pub(super) struct Node<D: Device> {
     pub(super) parent: Option<NodeKey>,
     /// The addresses that the graph may write in the pool: disjoint, ascending.
     pub(super) footprint: Footprint,
-    /// The segments they lie in, kept as long as the node.
-    pub(super) pins: Pins,
     /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
     pub(super) consumed: Box<[Consumed<D>]>,
     /// Host values that go with them.
@@ -82,7 +80,7 @@ pub(super) struct Launchable<D: Device> {
     pub(super) info: GraphInfo,
     /// What the executable was made of, if the tree keeps that.
     pub(super) template: Option<Arc<D::Graph>>,
-    /// What else than the tree's pool was used during the capture.
+    /// What else than the tree's pool was used during the capture; of that, the segments are pinned as long as the node is there.
     pub(super) baked: Baked<D>,
 }
 

@@ -22,7 +22,7 @@ use super::{Inner, State};
 use crate::allocator::Claim;
 use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed};
 use crate::error::{Error, Phase, Result};
-use crate::pool::{Allocation, Pins, Tag};
+use crate::pool::{Allocation, Tag};
 use crate::storage::{Storage, Tensor};
 use crate::sync::MutexGuard;
 
@@ -81,7 +81,6 @@ struct Recorded<D: Device> {
     given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
     footprint: Footprint,
-    pins: Pins,
     values: Vec<Value>,
 }
 
@@ -183,7 +182,8 @@ impl<D: Device> Inner<D> {
         let device = self.allocator.device();
         let serial = self.allocator.enter_capture(&self.stream);
         if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
-            self.allocator.leave_capture(serial, Some(&self.pool));
+            self.allocator
+                .leave_capture(serial, Some((&self.pool, &[])));
             return (state, Err(Undone::Capture(error.into())));
         }
         let born = std::mem::take(&mut state.born);
@@ -205,8 +205,6 @@ impl<D: Device> Inner<D> {
         let (mut state, (outcome, mut storages)) = self.unlocked(state, || {
             self.call_body((call.name, &body), inputs, Phase::Record, born)
         });
-        // Before the capture is over, and with it the time in which nothing is given back.
-        let pins = self.pool.pin(storages.iter().map(|s| s.ptr().0));
         let (mut values, mut returned) = (Vec::new(), Vec::new());
         let ended = match outcome {
             Outcome::Returned(outputs, said) => {
@@ -248,7 +246,6 @@ impl<D: Device> Inner<D> {
                     given,
                     outputs: returned,
                     footprint: footprint(&storages),
-                    pins,
                     values,
                 };
                 storages.clear();
@@ -256,7 +253,6 @@ impl<D: Device> Inner<D> {
                 (state, Ok(recorded))
             }
             Err(undone) => {
-                self.pool.unpin(&pins);
                 // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.
                 given.iter().for_each(|g| g.storage.hush());
                 self.let_go(&mut state, returned, values);
@@ -303,7 +299,8 @@ impl<D: Device> Inner<D> {
             }
         };
         let ended = device.end_capture(&self.stream);
-        let baked = self.allocator.leave_capture(serial, Some(&self.pool));
+        let own = (&self.pool, born);
+        let baked = self.allocator.leave_capture(serial, Some(own));
         let min_nodes = state.functions[call.function].min_nodes;
         let capture = |error: DeviceError| Undone::Capture(error.into());
         let launch = || {
@@ -335,6 +332,7 @@ impl<D: Device> Inner<D> {
                 Ok((graph, sorted))
             }
             Err(undone) => {
+                self.pool.unpin(&baked.pins);
                 // Of the last one the backing may be the caller's.
                 if baked.has_pools() {
                     self.bury(state, baked);
@@ -348,7 +346,9 @@ impl<D: Device> Inner<D> {
     /// was broken, that is given.
     fn abandon(&self, state: &mut State<D>, serial: u64) -> Option<DeviceError> {
         let ended = self.allocator.device().end_capture(&self.stream);
-        let baked = self.allocator.leave_capture(serial, Some(&self.pool));
+        let baked = self
+            .allocator
+            .leave_capture(serial, Some((&self.pool, &[])));
         if baked.has_pools() {
             self.bury(state, baked);
         }
@@ -439,7 +439,6 @@ impl<D: Device> Inner<D> {
             given,
             outputs,
             footprint,
-            pins,
             values,
         } = recorded;
         // Given and kept inside: the caller's again, and not to die between the looks that follow.
@@ -485,35 +484,28 @@ impl<D: Device> Inner<D> {
                 }
             }
         }
-        let live = self.settle(call.name, &sorted, call.stream);
         let variant = (call.function, call.variant);
         let parent = state.tip();
         let id = NodeId(state.counts.recordings);
         state.counts.recordings += 1;
         // With the books exact, what is held owns its block.
-        let owned =
-            |storage: &Arc<Storage<D>>| storage.block().map(|block| (storage.clone(), block));
         let mut saved = SmallVec::with_capacity(sorted.slots.len());
+        let mut save = |storage: &Arc<Storage<D>>, block: Option<Allocation>| {
+            saved.extend(block.map(|block| (storage.clone(), block)));
+        };
         for entry in &state.path {
-            saved.extend(state.held(entry).filter_map(owned));
+            state.held(entry).for_each(|s| save(s, s.block()));
         }
-        saved.extend(
-            sorted
-                .slots
-                .iter()
-                .filter_map(|(storage, _)| owned(storage)),
-        );
+        let live = self.settle(call.name, &sorted, call.stream, save);
         let copied = (0u32..)
             .zip(&placed.specs)
             .filter(|(_, spec)| matches!(spec, InputSpec::Copied { .. }))
             .map(|(index, _)| index)
             .collect();
-        for spec in &placed.specs {
-            if let InputSpec::Static {
-                storage: Some(weak),
-                ..
-            } = spec
-                && let Some(storage) = weak.upgrade()
+        for (spec, arg) in placed.specs.iter().zip(&*call.args) {
+            if let InputSpec::Static { storage, .. } = spec
+                && storage.is_some()
+                && let Some(storage) = arg.tensor().and_then(Tensor::storage)
             {
                 storage.watch(&self.untidy);
             }
@@ -532,7 +524,6 @@ impl<D: Device> Inner<D> {
             inputs: placed.specs,
             must_be_dead: must_be_dead.into(),
             footprint,
-            pins,
             used: state.counts.uses(),
             consumed: consumed.into(),
             values: values.clone().into(),

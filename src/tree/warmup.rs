@@ -107,7 +107,7 @@ impl<D: Device> Inner<D> {
         // A warmup that fails leaves it: nothing was written over it.
         call.end_fed();
         state.drop_carried();
-        let live = self.settle(call.name, &sorted, call.stream);
+        let live = self.settle(call.name, &sorted, call.stream, |_, _| {});
         let slots = sorted
             .slots
             .into_iter()
