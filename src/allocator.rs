@@ -58,7 +58,6 @@ pub(crate) struct Shared<D: Device> {
     device: D,
     books: Mutex<Books<D>>,
     storages: AtomicU64,
-    captures: AtomicU64,
     /// Page-locked memory of the host, with locks of its own.
     pinned: pinned::Cache<D>,
 }
@@ -76,6 +75,8 @@ struct Books<D: Device> {
     /// Events of theirs, to be used again.
     spare: Vec<D::Event>,
     next_pool: u32,
+    /// The serial of the next capture; none has 0.
+    next_capture: u64,
     /// Pools that nobody can reach any more: their backings may be the caller's, and are dropped when the lock is free.
     gone: Vec<Entry<D>>,
 }
@@ -432,6 +433,7 @@ impl<D: Device> Allocator<D> {
             deferred: Vec::new(),
             spare: Vec::new(),
             next_pool: 1,
+            next_capture: 1,
             gone: Vec::new(),
         };
         Ok(Allocator {
@@ -439,7 +441,6 @@ impl<D: Device> Allocator<D> {
                 device,
                 books: Mutex::new(books),
                 storages: AtomicU64::new(1),
-                captures: AtomicU64::new(1),
                 pinned: pinned::Cache::default(),
             }),
         })
@@ -620,19 +621,10 @@ impl<D: Device> Allocator<D> {
         ))
     }
 
-    /// Routes one call of a function: this thread's allocations, and those for `stream`. What is allocated is noted behind `born`.
-    pub(crate) fn route_call(
-        &self,
-        stream: &D::Stream,
-        pool: &PoolHandle<D>,
-        born: Vec<Arc<Storage<D>>>,
-    ) -> RouteGuard<D> {
-        RouteGuard::call(
-            &self.shared,
-            self.shared.device.stream_id(stream),
-            pool,
-            born,
-        )
+    /// Routes one call of a function: this thread's allocations, and those for `stream`. What is allocated so is given back at the route's [end](RouteGuard::end).
+    pub(crate) fn route_call(&self, stream: &D::Stream, pool: &PoolHandle<D>) -> RouteGuard<D> {
+        let mut books = self.shared.books();
+        books.route_call(&self.shared, stream, pool, Vec::new())
     }
 
     /// Whether a tensor is of this allocator's device: its own, or another allocator's of the same device.

@@ -4,12 +4,11 @@
 //! of memory that is not the caller's to keep is noted for the graph, which has the addresses baked in.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
 use super::pinned::{Captured, PinnedUses};
-use super::{Allocator, Books, PoolHandle, PoolKey};
+use super::{Allocator, Books, PoolHandle, PoolKey, RouteGuard};
 use crate::device::{CaptureStatus, Device, DeviceError, DevicePtr, Mark};
 use crate::error::Result;
 use crate::pool::{Allocation, Pins};
@@ -71,6 +70,23 @@ impl<D: Device> Books<D> {
             Ok(CaptureStatus::None) | Err(_) => None,
         })
     }
+
+    /// Notes a capture that is about to begin. Its serial.
+    fn begin_capture(&mut self, device: &D, stream: &D::Stream) -> u64 {
+        let serial = self.next_capture;
+        self.next_capture += 1;
+        self.captures.push(Underway {
+            stream: stream.clone(),
+            id: device.stream_id(stream),
+            serial,
+            thread: thread_id(),
+            made: std::mem::take(&mut self.spare_made),
+            pools: SmallVec::new(),
+            kept: Vec::new(),
+            pinned: Vec::new(),
+        });
+        serial
+    }
 }
 
 impl<D: Device> Allocator<D> {
@@ -78,20 +94,21 @@ impl<D: Device> Allocator<D> {
     ///
     /// Called before the driver's begin; [`leave_capture`](Allocator::leave_capture) after the driver's end: the notes enclose the window.
     pub(crate) fn enter_capture(&self, stream: &D::Stream) -> u64 {
-        let serial = self.shared.captures.fetch_add(1, Ordering::Relaxed);
+        self.shared
+            .books()
+            .begin_capture(&self.shared.device, stream)
+    }
+
+    /// The same for the recording of a call of a function, whose route it gives besides: see [`route_call`](Allocator::route_call).
+    pub(crate) fn enter_recording(
+        &self,
+        stream: &D::Stream,
+        pool: &PoolHandle<D>,
+        room: Vec<Arc<Storage<D>>>,
+    ) -> (u64, RouteGuard<D>) {
         let mut books = self.shared.books();
-        let made = std::mem::take(&mut books.spare_made);
-        books.captures.push(Underway {
-            stream: stream.clone(),
-            id: self.shared.device.stream_id(stream),
-            serial,
-            thread: thread_id(),
-            made,
-            pools: SmallVec::new(),
-            kept: Vec::new(),
-            pinned: Vec::new(),
-        });
-        serial
+        let serial = books.begin_capture(&self.shared.device, stream);
+        (serial, books.route_call(&self.shared, stream, pool, room))
     }
 
     /// Has the graph of the capture that a stream takes part in keep a tensor that is not the caller's to keep: its address is baked in. Does nothing where

@@ -10,7 +10,7 @@ use crate::storage::{Storage, Tensor};
 use crate::sync::thread::ThreadId;
 use crate::sync::thread_id;
 
-use super::{Origin, PoolHandle, PoolId, PoolKey, Shared, alloc_in};
+use super::{Books, Origin, PoolHandle, PoolId, PoolKey, Shared, alloc_in};
 
 /// The routes in force, oldest first.
 pub(super) struct Routes<D: Device> {
@@ -98,46 +98,13 @@ pub struct RouteGuard<D: Device> {
 
 impl<D: Device> RouteGuard<D> {
     pub(super) fn thread(shared: &Arc<Shared<D>>, pool: &PoolHandle<D>) -> Self {
-        Self::install(shared, pool, Filter::Thread(thread_id()), Vec::new())
+        let filter = Filter::Thread(thread_id());
+        shared.books().route(shared, pool, filter, Vec::new())
     }
 
     pub(super) fn stream(shared: &Arc<Shared<D>>, stream: u32, pool: &PoolHandle<D>) -> Self {
-        Self::install(shared, pool, Filter::Stream(stream), Vec::new())
-    }
-
-    pub(super) fn call(
-        shared: &Arc<Shared<D>>,
-        stream: u32,
-        pool: &PoolHandle<D>,
-        born: Vec<Arc<Storage<D>>>,
-    ) -> Self {
-        Self::install(shared, pool, Filter::Call(thread_id(), stream), born)
-    }
-
-    fn install(
-        shared: &Arc<Shared<D>>,
-        pool: &PoolHandle<D>,
-        filter: Filter,
-        born: Vec<Arc<Storage<D>>>,
-    ) -> Self {
-        let mut books = shared.books();
-        books.pools[pool.key].uses += 1;
-        let serial = books.routes.next;
-        books.routes.next += 1;
-        books.routes.routes.push(Route {
-            serial,
-            pool: pool.key,
-            filter,
-            born,
-        });
-        drop(books);
-        RouteGuard {
-            shared: shared.clone(),
-            pool: pool.key,
-            id: pool.id,
-            serial,
-            ended: false,
-        }
+        let filter = Filter::Stream(stream);
+        shared.books().route(shared, pool, filter, Vec::new())
     }
 
     /// Allocates from its pool, as if it had been looked up.
@@ -170,6 +137,45 @@ impl<D: Device> RouteGuard<D> {
         }
         books.let_go(self.pool);
         born
+    }
+}
+
+impl<D: Device> Books<D> {
+    /// Routes a call of a function. What it allocates is noted in `room`, which is empty.
+    pub(super) fn route_call(
+        &mut self,
+        shared: &Arc<Shared<D>>,
+        stream: &D::Stream,
+        pool: &PoolHandle<D>,
+        room: Vec<Arc<Storage<D>>>,
+    ) -> RouteGuard<D> {
+        let filter = Filter::Call(thread_id(), shared.device.stream_id(stream));
+        self.route(shared, pool, filter, room)
+    }
+
+    fn route(
+        &mut self,
+        shared: &Arc<Shared<D>>,
+        pool: &PoolHandle<D>,
+        filter: Filter,
+        born: Vec<Arc<Storage<D>>>,
+    ) -> RouteGuard<D> {
+        self.pools[pool.key].uses += 1;
+        let serial = self.routes.next;
+        self.routes.next += 1;
+        self.routes.routes.push(Route {
+            serial,
+            pool: pool.key,
+            filter,
+            born,
+        });
+        RouteGuard {
+            shared: shared.clone(),
+            pool: pool.key,
+            id: pool.id,
+            serial,
+            ended: false,
+        }
     }
 }
 

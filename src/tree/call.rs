@@ -12,7 +12,7 @@ use super::node::{InputSpec, InputSpecs, OutputSlots, OutputSpec, OutputSpecs};
 use super::path::is_on_path;
 use super::recorder::{Recorder, Said};
 use super::{Inner, State};
-use crate::allocator::{PoolHandle, refuse_tensor};
+use crate::allocator::{RouteGuard, refuse_tensor};
 use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
 use crate::pool::Allocation;
@@ -68,8 +68,6 @@ pub(super) struct Placed<D: Device> {
     pub(super) sources: Vec<DevicePtr>,
     /// Outputs of the path that are given: which passed input, and its position.
     pub(super) given: SmallVec<[(usize, usize); 2]>,
-    /// The places of the copied inputs, as storages.
-    pub(super) born: Vec<Arc<Storage<D>>>,
 }
 
 /// An output of the path that went into the closure's hands: what it takes to bring it back if the recording is undone.
@@ -116,7 +114,7 @@ impl<D: Device> Inner<D> {
         &self,
         state: &State<D>,
         call: &Call<'_, '_, D>,
-        born: Vec<Arc<Storage<D>>>,
+        route: &RouteGuard<D>,
     ) -> Result<(Placed<D>, Inputs<D>)> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
@@ -127,7 +125,6 @@ impl<D: Device> Inner<D> {
             gather: Vec::new(),
             sources: Vec::new(),
             given: SmallVec::new(),
-            born,
         };
         for (index, arg) in call.args.iter().enumerate() {
             let (spec, slot) = match arg {
@@ -136,8 +133,12 @@ impl<D: Device> Inner<D> {
                     Some(Slot::Value(value.clone())),
                 ),
                 Arg::Taken => return Err(taken(call.name, index)),
-                Arg::Lend(tensor) => self.place_tensor(state, call, index, tensor, &mut placed)?,
-                Arg::Give(tensor) => self.place_tensor(state, call, index, tensor, &mut placed)?,
+                Arg::Lend(tensor) => {
+                    self.place_tensor(state, call, index, tensor, &mut placed, route)?
+                }
+                Arg::Give(tensor) => {
+                    self.place_tensor(state, call, index, tensor, &mut placed, route)?
+                }
             };
             if slot.is_none() {
                 placed.given.push((index, function.position(index)));
@@ -237,6 +238,7 @@ impl<D: Device> Inner<D> {
         index: usize,
         tensor: &Tensor<D>,
         placed: &mut Placed<D>,
+        route: &RouteGuard<D>,
     ) -> Result<(InputSpec<D>, Option<Slot<D>>)> {
         let bytes = tensor.bytes();
         let Some(storage) = tensor.storage() else {
@@ -266,8 +268,7 @@ impl<D: Device> Inner<D> {
             };
             return Ok((spec, Some(Slot::Tensor(tensor.clone()))));
         }
-        let place = self.pool.alloc_at(&self.stream, bytes, call.at)?;
-        placed.born.extend(place.storage().cloned());
+        let place = route.alloc_at(&self.stream, bytes, call.at)?;
         placed.gather.push(GatherSlot {
             dst: place.address(),
             bytes,
@@ -277,29 +278,16 @@ impl<D: Device> Inner<D> {
         Ok((spec, Some(Slot::Tensor(place))))
     }
 
-    /// Calls the closure, with this thread's and the stream's allocations routed to the tree's pool. No lock of ours is held meanwhile. What has been allocated
-    /// during the call is given back behind `born`.
+    /// Calls the closure, with this thread's and the stream's allocations routed to a pool. No lock of ours is held meanwhile. What was allocated by the route is
+    /// given back, in order.
     pub(super) fn call_body(
         &self,
         (name, body): (&Arc<str>, &Body<D>),
         inputs: Inputs<D>,
         phase: Phase,
-        born: Vec<Arc<Storage<D>>>,
-    ) -> (Outcome<D>, Vec<Arc<Storage<D>>>) {
-        self.call_body_on((name, body), inputs, phase, born, &self.stream, &self.pool)
-    }
-
-    /// The same with another stream and pool.
-    pub(super) fn call_body_on(
-        &self,
-        (name, body): (&Arc<str>, &Body<D>),
-        inputs: Inputs<D>,
-        phase: Phase,
-        born: Vec<Arc<Storage<D>>>,
         stream: &D::Stream,
-        pool: &PoolHandle<D>,
+        route: RouteGuard<D>,
     ) -> (Outcome<D>, Vec<Arc<Storage<D>>>) {
-        let route = self.allocator.route_call(stream, pool, born);
         let mut recorder = Recorder {
             device: self.allocator.device(),
             stream,

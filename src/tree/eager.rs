@@ -41,7 +41,8 @@ impl<D: Device> Inner<D> {
         let body = state.functions[call.function].body.clone();
         let (mut state, (outcome, _)) = self.unlocked(state, || {
             let body = (call.name, &body);
-            self.call_body_on(body, inputs, Phase::Eager, Vec::new(), call.stream, &pool)
+            let route = self.allocator.route_call(call.stream, &pool);
+            self.call_body(body, inputs, Phase::Eager, call.stream, route)
         });
         // State of whatever function may have been used, on another stream than the one it was made on.
         lock(&self.made).retain(|made| {

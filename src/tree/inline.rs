@@ -80,7 +80,8 @@ impl<D: Device> Inner<D> {
         let pool = self.inline_pool()?;
         let (mut state, (outcome, born)) = self.unlocked(state, || {
             let body = (function.shared_name(), &body);
-            self.call_body_on(body, inputs, Phase::Inline, Vec::new(), stream, &pool)
+            let route = self.allocator.route_call(stream, &pool);
+            self.call_body(body, inputs, Phase::Inline, stream, route)
         });
         lock(&self.inlined).keep(&pool, stream, &born, at);
         let (outputs, said) = match outcome {

@@ -113,13 +113,9 @@ impl<D: Device> Inner<D> {
         state.use_stream(call.stream);
         let before: Vec<SmallVec<[u64; 2]>> =
             state.path.iter().map(|e| words(state.live_of(e))).collect();
-        let (mut state, recorded) = self.capture(state, &mut call);
+        let (mut state, recorded) = self.capture(state, &mut call, &before, reason, out);
         match recorded {
-            Ok(recorded) => {
-                state.charge(call.function, reason);
-                call.end_fed();
-                state.drop_carried();
-                self.commit(&mut state, &call, &before, recorded, reason, out);
+            Ok(()) => {
                 self.give_up(&mut call);
                 evicted.extend(self.make_room(&mut state, 0));
                 drop(state);
@@ -173,21 +169,26 @@ impl<D: Device> Inner<D> {
         self.eager(state, call, reason, out)
     }
 
-    /// Captures, instantiates and launches; undoes everything on any error.
+    /// Captures, instantiates, launches, and makes the node; undoes everything on any error.
     fn capture<'s>(
         &'s self,
         mut state: MutexGuard<'s, State<D>>,
         call: &mut Call<'_, '_, D>,
-    ) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
+        before: &[SmallVec<[u64; 2]>],
+        reason: Reason,
+        out: &mut Outputs<D>,
+    ) -> (MutexGuard<'s, State<D>>, Result<(), Undone>) {
         let device = self.allocator.device();
-        let serial = self.allocator.enter_capture(&self.stream);
+        let room = std::mem::take(&mut state.born);
+        let (serial, route) = self
+            .allocator
+            .enter_recording(&self.stream, &self.pool, room);
         if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
             self.allocator
                 .leave_capture(serial, Some((&self.pool, &[])));
             return (state, Err(Undone::Capture(error.into())));
         }
-        let born = std::mem::take(&mut state.born);
-        let (mut placed, inputs) = match self.place(&state, call, born) {
+        let (mut placed, inputs) = match self.place(&state, call, &route) {
             Ok(placed) => placed,
             Err(error) => {
                 self.abandon(&mut state, serial);
@@ -201,9 +202,9 @@ impl<D: Device> Inner<D> {
         let lent = self.lend_fed(call);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(call, inputs, &placed.given);
-        let born = std::mem::take(&mut placed.born);
         let (mut state, (outcome, mut storages)) = self.unlocked(state, || {
-            self.call_body((call.name, &body), inputs, Phase::Record, born)
+            let body = (call.name, &body);
+            self.call_body(body, inputs, Phase::Record, &self.stream, route)
         });
         let (mut values, mut returned) = (Vec::new(), Vec::new());
         let ended = match outcome {
@@ -248,9 +249,13 @@ impl<D: Device> Inner<D> {
                     footprint: footprint(&storages),
                     values,
                 };
+                state.charge(call.function, reason);
+                call.end_fed();
+                state.drop_carried();
+                self.commit(&mut state, call, before, recorded, reason, out);
                 storages.clear();
                 state.born = storages;
-                (state, Ok(recorded))
+                (state, Ok(()))
             }
             Err(undone) => {
                 // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.

@@ -38,7 +38,8 @@ impl<D: Device> Inner<D> {
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
         state.use_stream(call.stream);
-        let placed = self.place(&state, &call, Vec::new()).and_then(|placed| {
+        let route = self.allocator.route_call(&self.stream, &self.pool);
+        let placed = self.place(&state, &call, &route).and_then(|placed| {
             self.copy_in(&placed.0)?;
             Ok(placed)
         });
@@ -51,9 +52,9 @@ impl<D: Device> Inner<D> {
         };
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(&mut call, inputs, &placed.given);
-        let born = std::mem::take(&mut placed.born);
         let (mut state, (outcome, storages)) = self.unlocked(state, || {
-            self.call_body((call.name, &body), inputs, Phase::Warmup, born)
+            let body = (call.name, &body);
+            self.call_body(body, inputs, Phase::Warmup, &self.stream, route)
         });
         let mut panicked = None;
         let mut said = Said::default();
