@@ -33,6 +33,9 @@ pub(super) struct Underway<D: Device> {
     pub(super) pinned: Vec<Captured<D>>,
 }
 
+/// A pool that whoever has a graph keeps, and the storages of it that the graph uses.
+pub(crate) type Own<'a, D> = (&'a PoolHandle<D>, &'a [Arc<Storage<D>>]);
+
 /// Blocks, each with its pool.
 pub(super) type Made = Vec<(PoolKey, Allocation)>;
 
@@ -142,11 +145,7 @@ impl<D: Device> Allocator<D> {
     ///
     /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
     /// allocations themselves are in the graph, or lost with it.
-    pub(crate) fn leave_capture(
-        &self,
-        serial: u64,
-        own: Option<(&PoolHandle<D>, &[Arc<Storage<D>>])>,
-    ) -> Baked<D> {
+    pub(crate) fn leave_capture(&self, serial: u64, own: Option<Own<'_, D>>) -> Baked<D> {
         let mut books = self.shared.books();
         let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
             return Baked::default();
