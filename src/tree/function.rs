@@ -441,7 +441,14 @@ impl<D: Device> FunctionState<D> {
 
     /// The index of a key's variant.
     pub(super) fn variant(&self, key: &[i64]) -> Option<usize> {
-        self.variants.iter().position(|v| v.key.as_slice() == key)
+        self.find(key).map(|(index, _)| index)
+    }
+
+    /// A key's variant, and its index.
+    #[inline]
+    pub(super) fn find(&self, key: &[i64]) -> Option<(usize, &Variant)> {
+        let mut all = self.variants.iter().enumerate();
+        all.find(|(_, v)| v.key.as_slice() == key)
     }
 
     /// Refuses a call with another number of inputs than is declared. Asked of calls that are no replays: what is recorded has the right number.
