@@ -30,13 +30,12 @@ use crate::storage::{Birth, Source, Storage, StorageId, Tensor};
 use crate::sync::{AtomicU64, Mutex, MutexGuard, lock};
 use backing::PoolBacking;
 use bodies::BodyStream;
-use captures::Underway;
+use captures::{Made, Underway};
 use routes::Routes;
 use uses::Deferred;
 
 pub(crate) use bodies::{predicate_of, refuse_escaped};
 pub(crate) use captures::Baked;
-pub(crate) use routes::Born;
 pub(crate) use uses::{Elsewhere, Use, Uses};
 
 pub use pinned::{PinnedBuffer, PinnedConfig, PinnedStats};
@@ -62,7 +61,6 @@ pub(crate) struct Shared<D: Device> {
     device: D,
     books: Mutex<Books<D>>,
     storages: AtomicU64,
-    captures: AtomicU64,
     /// Page-locked memory of the host, with locks of its own.
     pinned: pinned::Cache<D>,
 }
@@ -75,11 +73,15 @@ struct Books<D: Device> {
     captures: Vec<Underway<D>>,
     /// Bodies of ifs that are open.
     bodies: Vec<BodyStream<D>>,
+    /// Room for what the next capture makes.
+    spare_made: Made,
     /// Dead blocks that are in use on other streams.
     deferred: Vec<Deferred<D>>,
     /// Events of theirs, to be used again.
     spare: Vec<D::Event>,
     next_pool: u32,
+    /// The serial of the next capture; none has 0.
+    next_capture: u64,
     /// Pools that nobody can reach any more: their backings may be the caller's, and are dropped when the lock is free.
     gone: Vec<Entry<D>>,
 }
@@ -87,13 +89,13 @@ struct Books<D: Device> {
 /// The books, locked. What goes meanwhile is dropped after the lock: the fields are dropped in this order.
 struct Held<'a, D: Device> {
     books: MutexGuard<'a, Books<D>>,
-    gone: Vec<Entry<D>>,
+    gone: Option<Vec<Entry<D>>>,
 }
 
 impl<D: Device> Drop for Held<'_, D> {
     fn drop(&mut self) {
         if !self.books.gone.is_empty() {
-            self.gone = std::mem::take(&mut self.books.gone);
+            self.gone = Some(std::mem::take(&mut self.books.gone));
         }
     }
 }
@@ -208,6 +210,15 @@ impl<D: Device> Books<D> {
         }
     }
 
+    /// One use of a pool less.
+    fn let_go(&mut self, pool: PoolKey) {
+        let entry = &mut self.pools[pool];
+        entry.uses -= 1;
+        if entry.uses == 0 {
+            self.forget_if_empty(pool);
+        }
+    }
+
     /// Drops the record of a pool that nobody can reach any more.
     fn forget_if_empty(&mut self, key: PoolKey) {
         if key != self.default
@@ -242,7 +253,7 @@ impl<D: Device> Shared<D> {
     fn books(&self) -> Held<'_, D> {
         Held {
             books: lock(&self.books),
-            gone: Vec::new(),
+            gone: None,
         }
     }
 
@@ -284,13 +295,15 @@ impl<D: Device> Shared<D> {
 
     /// Allocates from a pool, or from the one that the routes name (looked up under the same lock, so that it is there still);
     /// where the device is out of memory and nothing captures, once more after that was waited for.
-    fn alloc_block(
-        &self,
-        pool: Option<PoolKey>,
+    fn alloc_storage(
+        self: &Arc<Self>,
+        from: Origin,
         stream: &D::Stream,
         bytes: u64,
-        tag: Tag,
-    ) -> Result<Handed<D>> {
+        at: &'static Location<'static>,
+    ) -> Result<Arc<Storage<D>>> {
+        let storage = self.next_storage();
+        let tag = Tag(storage.0);
         self.refuse_stream(stream)?;
         let mut books = self.books();
         books.free_deferred(&self.device);
@@ -300,12 +313,15 @@ impl<D: Device> Shared<D> {
             books.stands_for(own_id),
             books.born_in_body(own_id, capture),
         );
-        let (pool, noted) = match pool {
-            Some(pool) => (pool, None),
-            None => {
+        let (pool, route) = match from {
+            Origin::Pool(pool) => (pool, None),
+            Origin::Route(pool, serial) => (pool, Some(serial)),
+            Origin::Any => {
                 let origin = capture.map_or(id, |at| books.captures[at].id);
-                let route = books.routes.pool_for(id, origin);
-                route.unwrap_or((books.default, None))
+                match books.routes.pool_for(id, origin) {
+                    Some((pool, serial)) => (pool, Some(serial)),
+                    None => (books.default, None),
+                }
             }
         };
         let first = books.pools[pool].pool.alloc(StreamId(id), bytes, tag);
@@ -339,13 +355,25 @@ impl<D: Device> Shared<D> {
             block.bytes(),
             Mark::Live,
         );
-        Ok(Handed {
+        let eternal = pools[pool].elsewhere.is_none();
+        let memory = Memory {
+            shared: self.clone(),
             pool,
-            eternal: pools[pool].elsewhere.is_none(),
-            block,
-            born,
-            noted: [noted, in_body],
-        })
+        };
+        let birth = Birth {
+            stream: stream.clone(),
+            stream_id: own_id,
+            capture: born,
+            at,
+        };
+        let storage = Storage::owning(storage, block, bytes, memory, birth, eternal);
+        if let Some(serial) = route {
+            books.routes.note(serial, &storage);
+        }
+        if let Some(at) = in_body {
+            books.bodies[at].note(&storage);
+        }
+        Ok(storage)
     }
 }
 
@@ -357,16 +385,15 @@ fn in_capture(mut error: PoolError) -> PoolError {
     error
 }
 
-/// A block that was handed out.
-struct Handed<D: Device> {
-    pool: PoolKey,
-    block: Allocation,
-    /// Serial of the capture it was born in; 0 if in none.
-    born: u64,
-    /// Its pool is no tree's: handles on it cannot go stale.
-    eternal: bool,
-    /// Where its storage is to be noted: by the route it came by, and as what was born in the body of an if.
-    noted: [Option<Born<D>>; 2],
+/// Where an allocation comes from.
+#[derive(Clone, Copy)]
+pub(crate) enum Origin {
+    /// A pool.
+    Pool(PoolKey),
+    /// The pool of a route, and the route's serial.
+    Route(PoolKey, u64),
+    /// What the routes say; else the default pool.
+    Any,
 }
 
 impl<D: Device> Drop for Shared<D> {
@@ -415,9 +442,11 @@ impl<D: Device> Allocator<D> {
             routes: Routes::default(),
             captures: Vec::new(),
             bodies: Vec::new(),
+            spare_made: Made::new(),
             deferred: Vec::new(),
             spare: Vec::new(),
             next_pool: 1,
+            next_capture: 1,
             gone: Vec::new(),
         };
         Ok(Allocator {
@@ -425,7 +454,6 @@ impl<D: Device> Allocator<D> {
                 device,
                 books: Mutex::new(books),
                 storages: AtomicU64::new(1),
-                captures: AtomicU64::new(1),
                 pinned: pinned::Cache::default(),
             }),
         })
@@ -444,7 +472,7 @@ impl<D: Device> Allocator<D> {
     /// [`PoolError::OutOfMemory`] carries the size and the pool's state; [`Error::ForeignStream`]. The pool is as it was.
     #[track_caller]
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
-        alloc_in(&self.shared, None, stream, bytes, Location::caller())
+        alloc_in(&self.shared, Origin::Any, stream, bytes, Location::caller())
     }
 
     /// A tensor over memory of the caller's own, which this allocator's device can reach; `keeper` is dropped when the last handle is gone, and never while a
@@ -611,19 +639,10 @@ impl<D: Device> Allocator<D> {
         self.shared.refuse_stream(stream)
     }
 
-    /// Routes one call of a function: this thread's allocations, and those for `stream`; what is allocated is noted in `born`.
-    pub(crate) fn route_call(
-        &self,
-        stream: &D::Stream,
-        pool: &PoolHandle<D>,
-        born: &Born<D>,
-    ) -> RouteGuard<D> {
-        RouteGuard::call(
-            &self.shared,
-            self.shared.device.stream_id(stream),
-            pool,
-            born.clone(),
-        )
+    /// Routes one call of a function: this thread's allocations, and those for `stream`. What is allocated so is given back at the route's [end](RouteGuard::end).
+    pub(crate) fn route_call(&self, stream: &D::Stream, pool: &PoolHandle<D>) -> RouteGuard<D> {
+        let mut books = self.shared.books();
+        books.route_call(&self.shared, stream, pool, Vec::new())
     }
 
     /// Whether a tensor is of this allocator's device: its own, or another allocator's of the same device.
@@ -665,7 +684,7 @@ fn foreign(what: impl FnOnce() -> String) -> Result<()> {
 /// Allocates a tensor from a pool, or from the one that the routes name.
 pub(crate) fn alloc_in<D: Device>(
     shared: &Arc<Shared<D>>,
-    pool: Option<PoolKey>,
+    from: Origin,
     stream: &D::Stream,
     bytes: u64,
     at: &'static Location<'static>,
@@ -673,30 +692,8 @@ pub(crate) fn alloc_in<D: Device>(
     if bytes == 0 {
         return Ok(Tensor::empty().remade_at(at));
     }
-    let id = shared.next_storage();
-    let handed = shared.alloc_block(pool, stream, bytes, Tag(id.0))?;
-    let memory = Memory {
-        shared: shared.clone(),
-        pool: handed.pool,
-    };
-    let birth = Birth {
-        stream: stream.clone(),
-        stream_id: shared.device.stream_id(stream),
-        capture: handed.born,
-        at,
-    };
-    let tensor = Tensor::first(Storage::owning(
-        id,
-        handed.block,
-        bytes,
-        memory,
-        birth,
-        handed.eternal,
-    ));
-    for noted in handed.noted.iter().flatten() {
-        noted.note(&tensor);
-    }
-    Ok(tensor)
+    let storage = shared.alloc_storage(from, stream, bytes, at)?;
+    Ok(Tensor::first(storage))
 }
 
 impl<D: Device> Clone for Allocator<D> {

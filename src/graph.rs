@@ -109,7 +109,7 @@ impl<D: Device> Graph<D> {
         let route = allocator.route_stream(stream, &pool)?;
         let serial = allocator.enter_capture(stream);
         if let Err(error) = allocator.device().begin_capture(stream, options.mode) {
-            allocator.leave_capture(serial);
+            allocator.leave_capture(serial, None);
             return Err(error.into());
         }
         Ok(Capture {
@@ -266,7 +266,7 @@ impl<D: Device> Capture<'_, D> {
         let allocator = self.graph.allocator.clone();
         let device = allocator.device();
         let ended = device.end_capture(&self.stream);
-        let baked = allocator.leave_capture(window.serial).beside(&window.pool);
+        let baked = allocator.leave_capture(window.serial, Some((&window.pool, &[])));
         drop(window.route);
         let template = ended?;
         let info = device.graph_info(&template)?;
@@ -367,7 +367,7 @@ impl<D: Device> Drop for Capture<'_, D> {
             if let Err(error) = allocator.device().end_capture(&self.stream) {
                 tracing::debug!(%error, "an abandoned capture ended with an error");
             }
-            allocator.leave_capture(window.serial);
+            allocator.leave_capture(window.serial, None);
         }
     }
 }

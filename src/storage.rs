@@ -139,6 +139,12 @@ struct Custody<D: Device> {
     born: u64,
     /// The streams it is used on besides.
     uses: Uses<D>,
+    /// What few have.
+    rare: Option<Box<Rare<D>>>,
+}
+
+/// What a storage has only if it is watched, has gone stale while it was held, or has moved out.
+struct Rare<D: Device> {
     /// Where it moved out to: what keeps that memory.
     refuge: Option<Tensor<D>>,
     /// The copy that it moved out by, until it is known to be done.
@@ -147,6 +153,19 @@ struct Custody<D: Device> {
     watchers: Vec<Weak<AtomicBool>>,
     /// Who ended its last generations, the latest first.
     taken: [Option<Taken>; 4],
+}
+
+impl<D: Device> Custody<D> {
+    fn rare(&mut self) -> &mut Rare<D> {
+        self.rare.get_or_insert_with(|| {
+            Box::new(Rare {
+                refuge: None,
+                copied: None,
+                watchers: Vec::new(),
+                taken: Default::default(),
+            })
+        })
+    }
 }
 
 /// The stream that a copy was made on, and the event behind it.
@@ -235,10 +254,7 @@ impl<D: Device> Storage<D> {
                 stream: Some(birth.stream),
                 born: birth.capture,
                 uses: Uses::new(),
-                refuge: None,
-                copied: None,
-                watchers: Vec::new(),
-                taken: Default::default(),
+                rare: None,
             }),
             source: Source::Pool(source),
         })
@@ -269,10 +285,7 @@ impl<D: Device> Storage<D> {
                 stream: None,
                 born: 0,
                 uses: Uses::new(),
-                refuge: None,
-                copied: None,
-                watchers: Vec::new(),
-                taken: Default::default(),
+                rare: None,
             }),
             source,
         })
@@ -352,13 +365,14 @@ impl<D: Device> Storage<D> {
 
     /// Makes it an output of a node. A storage is an output of one node at most; its bit is set if it is held.
     pub(crate) fn settle(&self, home: Home) {
-        let (live, bit) = (home.live.clone(), home.bit);
-        if self.home.set(home).is_ok() {
-            live.set(bit);
+        if self.home.set(home).is_ok()
+            && let Some(home) = self.home.get()
+        {
+            home.live.set(home.bit);
             // It may have died between the caller's look and the set: then nobody else clears the bit. Its death looks for a home after it has changed
             // the word; so either it finds this one, or the owners are gone here.
             if self.word.owners_in_order() == 0 {
-                live.clear(bit);
+                home.live.clear(home.bit);
             }
         }
     }
@@ -394,18 +408,20 @@ impl<D: Device> Storage<D> {
     fn give_back(&self, watched: bool) {
         let (block, stream, born, uses, watchers, _refuge) = {
             let mut custody = lock(&self.custody);
-            let watchers = if watched {
-                std::mem::take(&mut custody.watchers)
-            } else {
-                Vec::new()
-            };
+            let (mut watchers, mut refuge) = (Vec::new(), None);
+            if let Some(rare) = &mut custody.rare {
+                if watched {
+                    watchers = std::mem::take(&mut rare.watchers);
+                }
+                refuge = rare.refuge.take();
+            }
             (
                 custody.block.take(),
                 custody.stream.clone(),
                 custody.born,
                 std::mem::take(&mut custody.uses),
                 watchers,
-                custody.refuge.take(),
+                refuge,
             )
         };
         for watcher in watchers {
@@ -429,7 +445,8 @@ impl<D: Device> Storage<D> {
     /// Ends its generation: handles on it are stale from here on, and its block, if it owns one, is free.
     pub(crate) fn invalidate(&self, by: &Arc<str>, at: &'static Location<'static>) {
         {
-            let taken = &mut lock(&self.custody).taken;
+            let mut custody = lock(&self.custody);
+            let taken = &mut custody.rare().taken;
             taken.rotate_right(1);
             taken[0] = Some((self.word.stamp(), by.clone(), at));
         }
@@ -471,11 +488,6 @@ impl<D: Device> Storage<D> {
         self.word.settled();
     }
 
-    /// The stream that its memory is used on again once it is free.
-    pub(crate) fn freed_on(&self) -> Option<D::Stream> {
-        lock(&self.custody).stream.clone()
-    }
-
     /// The block it owns now.
     pub(crate) fn block(&self) -> Option<Allocation> {
         lock(&self.custody).block
@@ -513,9 +525,9 @@ impl<D: Device> Storage<D> {
         let block = {
             let mut custody = lock(&self.custody);
             self.ptr.store(refuge.address().0, Ordering::Release);
-            custody.refuge = Some(refuge);
             custody.stream = Some(copied.0.clone());
-            custody.copied = Some(copied);
+            let rare = custody.rare();
+            (rare.refuge, rare.copied) = (Some(refuge), Some(copied));
             (custody.born, custody.uses) = (0, Uses::new());
             custody.block.take()
         };
@@ -536,14 +548,15 @@ impl<D: Device> Storage<D> {
         if self.eternal || !self.moved.load(Ordering::Acquire) {
             return Ok(());
         }
-        let Some(copied) = lock(&self.custody).copied.clone() else {
+        let rare = |custody: &Custody<D>| custody.rare.as_ref()?.copied.clone();
+        let Some(copied) = rare(&lock(&self.custody)) else {
             return Ok(());
         };
         if copied.0 == *stream {
             return Ok(());
         }
         if device.poll_event(&copied.1)? {
-            lock(&self.custody).copied = None;
+            lock(&self.custody).rare().copied = None;
             return Ok(());
         }
         match device.capture_status(stream)? {
@@ -582,13 +595,14 @@ impl<D: Device> Storage<D> {
         Some(stamp)
     }
 
-    /// From now on its death is ordered on `stream`, as that of any eager storage.
-    pub(crate) fn hand_over(&self, stream: &D::Stream) {
+    /// From now on its death is ordered on `stream`, as that of any eager storage. The block it owns now.
+    pub(crate) fn hand_over(&self, stream: &D::Stream) -> Option<Allocation> {
         let mut custody = lock(&self.custody);
         custody.born = 0;
         if custody.stream.as_ref() != Some(stream) {
             custody.stream = Some(stream.clone());
         }
+        custody.block
     }
 
     /// If its death was ordered on one stream, it is on another from now on.
@@ -612,11 +626,13 @@ impl<D: Device> Storage<D> {
         let Source::Pool(memory) = &self.source else {
             return;
         };
-        if let Some(refuge) = &lock(&self.custody).refuge {
+        let custody = lock(&self.custody);
+        if let Some(refuge) = custody.rare.as_ref().and_then(|rare| rare.refuge.as_ref()) {
             // The memory it has now is the refuge's to give back.
             let _current = refuge.record_stream(stream);
             return;
         }
+        drop(custody);
         let noted = memory.note_use(stream);
         let mut custody = lock(&self.custody);
         custody.uses.retain(|used| !used.is_of(&noted));
@@ -636,7 +652,10 @@ impl<D: Device> Storage<D> {
 
     /// Notes that a run on a stream uses it, where it is of memory outside of trees, and its own stream is another: it may be dropped as soon as the run has returned.
     pub(crate) fn used_by_run(&self, stream: &D::Stream) {
-        let elsewhere = || self.freed_on().is_some_and(|own| own != *stream);
+        let elsewhere = || {
+            let custody = lock(&self.custody);
+            custody.stream.as_ref().is_some_and(|own| own != stream)
+        };
         if self.is_eternal() && elsewhere() {
             self.use_on(stream);
         }
@@ -653,12 +672,12 @@ impl<D: Device> Storage<D> {
 
     /// Raises `flag` when the storage dies.
     pub(crate) fn watch(&self, flag: &Arc<AtomicBool>) {
-        let watcher = Arc::downgrade(flag);
         let mut custody = lock(&self.custody);
         // A tree watches it once, however often it is recorded with it; functions come and go.
-        custody.watchers.retain(|w| w.strong_count() > 0);
-        if !custody.watchers.iter().any(|w| w.ptr_eq(&watcher)) {
-            custody.watchers.push(watcher);
+        let watchers = &mut custody.rare().watchers;
+        watchers.retain(|w| w.strong_count() > 0);
+        if !watchers.iter().any(|w| w.as_ptr() == Arc::as_ptr(flag)) {
+            watchers.push(Arc::downgrade(flag));
         }
         drop(custody);
         if !self.word.set_watched() {
@@ -669,8 +688,11 @@ impl<D: Device> Storage<D> {
     /// The error for a handle of the older generation `stamp`. Who ended it is known of the last few.
     fn stale(&self, stamp: u64, made_at: &'static Location<'static>) -> Stale {
         let custody = lock(&self.custody);
-        let taken = custody.taken.iter().flatten();
-        let (taken_by, taken_at) = match taken.into_iter().find(|(ended, ..)| *ended == stamp) {
+        let mut taken = custody
+            .rare
+            .iter()
+            .flat_map(|rare| rare.taken.iter().flatten());
+        let (taken_by, taken_at) = match taken.find(|(ended, ..)| *ended == stamp) {
             Some((_, by, at)) => (Some(by.clone()), Some(*at)),
             None => (None, None),
         };

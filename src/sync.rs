@@ -36,6 +36,20 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// This thread's name. Kept by the thread: the standard library counts a handle for each question.
+#[cfg(not(loom))]
+pub(crate) fn thread_id() -> thread::ThreadId {
+    thread_local! {
+        static ID: thread::ThreadId = thread::current().id();
+    }
+    ID.with(|id| *id)
+}
+
+#[cfg(loom)]
+pub(crate) fn thread_id() -> thread::ThreadId {
+    thread::current().id()
+}
+
 /// Raises a flag that several threads raise and one lowers. By an exchange, as [`lower`]: so whoever lowers it has seen what came before each raise, and
 /// covers none that it has not seen.
 pub(crate) fn raise(flag: &AtomicBool) {

@@ -44,8 +44,8 @@ use crate::device::{Device, DevicePtr};
 use crate::error::{Error, Result};
 use crate::pool::Checkpoint;
 use crate::storage::{Storage, Tensor};
-use crate::sync::thread::{self, ThreadId};
-use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock};
+use crate::sync::thread::ThreadId;
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock, thread_id};
 use call::{Call, drop_given, inputs_error};
 use decide::{Choice, Place};
 use function::{Bound, FunctionState};
@@ -123,11 +123,15 @@ type AdviceHook = Arc<dyn Fn(&Advice) + Send + Sync>;
 struct State<D: Device> {
     /// Whose closure is running.
     busy: Option<ThreadId>,
+    /// How many threads wait for its end.
+    waiting: usize,
     functions: SlotMap<FunctionKey, FunctionState<D>>,
     nodes: SlotMap<NodeKey, Node<D>>,
     path: Vec<Entry<D>>,
     /// Runs of earlier paths of which a living generation still holds something: the path keeps out of their way.
     carried: Vec<Entry<D>>,
+    /// Room for what the next recording allocates.
+    born: Vec<Arc<Storage<D>>>,
     /// Room for the addresses that a replay copies from.
     sources: Vec<DevicePtr>,
     /// The streams that runs of the path were called on, and the last run before it.
@@ -307,7 +311,7 @@ impl<D: Device> GraphTrees<D> {
             bound,
             bound_died,
             skip_warmup,
-            variants: Vec::new(),
+            variants: SmallVec::new(),
             settings,
             recordings: 0,
             replays: 0,
@@ -330,9 +334,9 @@ impl<D: Device> GraphTrees<D> {
         let ended = self.inner.end(&mut state);
         let waited = self.inner.allocator.device().quiesce();
         self.inner.unpin_all(&state);
-        let counts = state.counts;
+        let (counts, waiting) = (state.counts, state.waiting);
         let old = std::mem::replace(&mut *state, State::new());
-        (state.down, state.counts) = (true, counts);
+        (state.down, state.counts, state.waiting) = (true, counts, waiting);
         // Closures and values are the caller's: what their drop does is not done under our lock.
         drop(state);
         drop(old);
@@ -713,15 +717,17 @@ impl<D: Device> Inner<D> {
     fn enter(&self, function: &Arc<str>) -> Result<MutexGuard<'_, State<D>>> {
         let mut state = lock(&self.state);
         while let Some(thread) = state.busy {
-            if thread == thread::current().id() {
+            if thread == thread_id() {
                 return Err(Error::Nested {
                     function: function.clone(),
                 });
             }
+            state.waiting += 1;
             state = self
                 .idle
                 .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
         }
         Ok(state)
     }
@@ -732,12 +738,15 @@ impl<D: Device> Inner<D> {
         mut state: MutexGuard<'s, State<D>>,
         f: impl FnOnce() -> T,
     ) -> (MutexGuard<'s, State<D>>, T) {
-        state.busy = Some(thread::current().id());
+        state.busy = Some(thread_id());
         drop(state);
         let result = f();
         let mut state = lock(&self.state);
         state.busy = None;
-        self.idle.notify_all();
+        if state.waiting > 0 {
+            // A call into the kernel, also where nobody waits.
+            self.idle.notify_all();
+        }
         (state, result)
     }
 }
@@ -755,6 +764,7 @@ impl<D: Device> State<D> {
             seen_ended: 0,
             down: false,
             busy: None,
+            waiting: 0,
             streams: SmallVec::new(),
             counts: Counts::default(),
             places: HashMap::new(),
@@ -768,6 +778,7 @@ impl<D: Device> State<D> {
             advice: Vec::new(),
             buried: Vec::new(),
             last_failure: None,
+            born: Vec::new(),
             sources: Vec::new(),
         }
     }

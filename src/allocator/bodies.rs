@@ -6,11 +6,12 @@
 
 use std::sync::Arc;
 
-use super::{Allocator, Books, Born, PoolHandle, refuse_tensor};
+use super::{Allocator, Books, PoolHandle, refuse_tensor};
 use crate::device::{Call, Code, Device, DeviceError, DevicePtr, relaxed};
 use crate::error::{Error, Result};
 use crate::storage::{Storage, Tensor};
-use crate::sync::thread::{self, ThreadId};
+use crate::sync::thread::ThreadId;
+use crate::sync::thread_id;
 
 /// The body of an if that is open.
 pub(super) struct BodyStream<D: Device> {
@@ -22,7 +23,14 @@ pub(super) struct BodyStream<D: Device> {
     /// Who is in its closure.
     thread: ThreadId,
     /// What was allocated in it, from whatever pool.
-    born: Born<D>,
+    born: Vec<Arc<Storage<D>>>,
+}
+
+impl<D: Device> BodyStream<D> {
+    /// Notes what was allocated in it.
+    pub(super) fn note(&mut self, storage: &Arc<Storage<D>>) {
+        self.born.push(storage.clone());
+    }
 }
 
 /// An if of a capture whose body is open. Dropped, it is ended all the same.
@@ -31,7 +39,6 @@ pub(crate) struct OpenBody<D: Device> {
     /// What the if was begun on, and what captures its body.
     stream: D::Stream,
     body: D::Stream,
-    born: Born<D>,
     open: bool,
 }
 
@@ -42,27 +49,34 @@ impl<D: Device> Books<D> {
         body.map_or(id, |body| body.stands_for)
     }
 
-    /// Where an allocation for a stream is noted as a body's: the body that the stream captures, else the innermost of the stream's capture that this thread is in the closure of.
-    pub(super) fn born_in_body(&self, id: u32, capture: Option<usize>) -> Option<Born<D>> {
+    /// In which body an allocation for a stream is born: the one that the stream captures, else the innermost of the stream's capture that this thread is in the closure of.
+    pub(super) fn born_in_body(&self, id: u32, capture: Option<usize>) -> Option<usize> {
         if self.bodies.is_empty() {
             return None;
         }
-        let mut innermost = self.bodies.iter().rev();
-        let by_stream = innermost.clone().find(|body| body.id == id);
-        let body = by_stream.or_else(|| {
-            let serial = self.captures[capture?].serial;
-            let thread = thread::current().id();
-            innermost.find(|body| body.capture == Some(serial) && body.thread == thread)
-        })?;
-        Some(body.born.clone())
+        let by_stream = self.bodies.iter().rposition(|body| body.id == id);
+        by_stream.or_else(|| {
+            let (serial, thread) = (self.captures[capture?].serial, thread_id());
+            let is_it =
+                |body: &BodyStream<D>| body.capture == Some(serial) && body.thread == thread;
+            self.bodies.iter().rposition(is_it)
+        })
     }
 
-    fn leave_body(&mut self, device: &D, body: &D::Stream, stream: &D::Stream) {
+    /// What was born in it.
+    fn leave_body(
+        &mut self,
+        device: &D,
+        body: &D::Stream,
+        stream: &D::Stream,
+    ) -> Vec<Arc<Storage<D>>> {
         let id = device.stream_id(body);
-        self.bodies.retain(|body| body.id != id);
+        let at = self.bodies.iter().position(|body| body.id == id);
+        let left = at.map(|at| self.bodies.remove(at).born);
         for deferred in &mut self.deferred {
             deferred.frees_on(body, stream);
         }
+        left.unwrap_or_default()
     }
 }
 
@@ -82,15 +96,14 @@ impl<D: Device> Allocator<D> {
         }
         let body = relaxed(device, || device.create_stream())?;
         device.begin_if(stream, predicate, &body)?;
-        let born = Born::new();
         let mut books = self.shared.books();
         let capture = books.capture_of(device, stream);
         let open = BodyStream {
             id: device.stream_id(&body),
             stands_for: books.stands_for(device.stream_id(stream)),
             capture: capture.map(|at| books.captures[at].serial),
-            thread: thread::current().id(),
-            born: born.clone(),
+            thread: thread_id(),
+            born: Vec::new(),
         };
         books.bodies.push(open);
         drop(books);
@@ -98,7 +111,6 @@ impl<D: Device> Allocator<D> {
             allocator: self.clone(),
             stream: stream.clone(),
             body,
-            born,
             open: true,
         })
     }
@@ -117,10 +129,16 @@ impl<D: Device> OpenBody<D> {
 
     /// Ends the body, which may leave nothing behind that it allocated from this pool.
     pub(crate) fn end_without(mut self, pool: &PoolHandle<D>) -> Result<()> {
-        let held = self.born.held_since(0);
+        let escaped = {
+            let books = self.allocator.shared.books();
+            let id = self.allocator.device().stream_id(&self.body);
+            let body = books.bodies.iter().find(|body| body.id == id);
+            let born = body.iter().flat_map(|body| &body.born);
+            let escaped = |s: &&Arc<Storage<D>>| s.owners() > 0 && s.in_pool(pool);
+            born.filter(escaped).cloned().collect::<Vec<_>>()
+        };
         self.close()?;
-        let escaped: Vec<_> = held.into_iter().filter(|s| s.in_pool(pool)).collect();
-        refuse(&escaped)
+        refuse_escaped(&escaped)
     }
 
     fn close(&mut self) -> Result<(), DeviceError> {
@@ -128,9 +146,9 @@ impl<D: Device> OpenBody<D> {
         let device = self.allocator.device();
         let ended = device.end_if(&self.stream, &self.body);
         let mut books = self.allocator.shared.books();
-        books.leave_body(device, &self.body, &self.stream);
+        let born = books.leave_body(device, &self.body, &self.stream);
         drop(books);
-        for left in self.born.storages() {
+        for left in born {
             left.dies_on(&self.body, &self.stream);
         }
         ended
@@ -156,12 +174,8 @@ pub(crate) fn predicate_of<D: Device>(device: &D, predicate: &Tensor<D>) -> Resu
     }
 }
 
-/// The error for what was noted behind the first `from` in a body and is held behind it, if anything is.
-pub(crate) fn refuse_escaped<D: Device>(born: &Born<D>, from: usize) -> Result<()> {
-    refuse(&born.held_since(from))
-}
-
-fn refuse<D: Device>(held: &[Arc<Storage<D>>]) -> Result<()> {
+/// The error for what was born in a body and is held behind it, if anything is.
+pub(crate) fn refuse_escaped<D: Device>(held: &[Arc<Storage<D>>]) -> Result<()> {
     match held {
         [] => Ok(()),
         [first, ..] => Err(Error::Escaped {

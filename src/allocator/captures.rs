@@ -3,15 +3,18 @@
 //! Whoever captures through this allocator tells it before the driver's begin and after the driver's end. In between nothing is given back to the device, and what is used
 //! of memory that is not the caller's to keep is noted for the graph, which has the addresses baked in.
 
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
 
 use super::pinned::{Captured, PinnedUses};
-use super::{Allocator, Books, PoolHandle, PoolKey};
+use super::{Allocator, Books, PoolHandle, PoolKey, RouteGuard};
 use crate::device::{CaptureStatus, Device, DeviceError, DevicePtr, Mark};
 use crate::error::Result;
-use crate::pool::Allocation;
-use crate::storage::Tensor;
-use crate::sync::thread::{self, ThreadId};
+use crate::pool::{Allocation, Pins};
+use crate::storage::{Storage, Tensor};
+use crate::sync::thread::ThreadId;
+use crate::sync::thread_id;
 
 /// A capture underway.
 pub(super) struct Underway<D: Device> {
@@ -21,14 +24,20 @@ pub(super) struct Underway<D: Device> {
     /// Who began it.
     pub(super) thread: ThreadId,
     /// What was allocated for its stream.
-    pub(super) made: Vec<(PoolKey, Allocation)>,
+    pub(super) made: Made,
     /// The private pools that it came from, each a use.
-    pub(super) pools: Vec<PoolKey>,
+    pub(super) pools: SmallVec<[PoolKey; 2]>,
     /// What its graph is to keep besides.
     kept: Vec<Tensor<D>>,
     /// The pinned memory that it has copies of.
     pub(super) pinned: Vec<Captured<D>>,
 }
+
+/// A pool that whoever has a graph keeps, and the storages of it that the graph uses.
+pub(crate) type Own<'a, D> = (&'a PoolHandle<D>, &'a [Arc<Storage<D>>]);
+
+/// Blocks, each with its pool.
+pub(super) type Made = Vec<(PoolKey, Allocation)>;
 
 /// What a graph keeps because it has the addresses baked in.
 pub(crate) struct Baked<D: Device> {
@@ -38,6 +47,8 @@ pub(crate) struct Baked<D: Device> {
     tensors: Vec<Tensor<D>>,
     /// The pinned memory that it has copies of.
     pinned: Option<PinnedUses<D>>,
+    /// The segments of the pool of whoever has the graph. Who drops it [unpins](PoolHandle::unpin) them.
+    pub(crate) pins: Pins,
 }
 
 impl<D: Device> Books<D> {
@@ -56,7 +67,7 @@ impl<D: Device> Books<D> {
                 self.captures.iter().position(has_it)
             }
             Ok(CaptureStatus::Invalidated) => {
-                let thread = thread::current().id();
+                let thread = thread_id();
                 self.captures.iter().rposition(|c| c.thread == thread)
             }
             Ok(CaptureStatus::None) | Err(_) => None,
@@ -68,6 +79,23 @@ impl<D: Device> Books<D> {
         let at = self.capture_of(device, stream)?;
         Some(&self.captures[at].stream)
     }
+
+    /// Notes a capture that is about to begin. Its serial.
+    fn begin_capture(&mut self, device: &D, stream: &D::Stream) -> u64 {
+        let serial = self.next_capture;
+        self.next_capture += 1;
+        self.captures.push(Underway {
+            stream: stream.clone(),
+            id: device.stream_id(stream),
+            serial,
+            thread: thread_id(),
+            made: std::mem::take(&mut self.spare_made),
+            pools: SmallVec::new(),
+            kept: Vec::new(),
+            pinned: Vec::new(),
+        });
+        serial
+    }
 }
 
 impl<D: Device> Allocator<D> {
@@ -75,19 +103,21 @@ impl<D: Device> Allocator<D> {
     ///
     /// Called before the driver's begin; [`leave_capture`](Allocator::leave_capture) after the driver's end: the notes enclose the window.
     pub(crate) fn enter_capture(&self, stream: &D::Stream) -> u64 {
-        let serial = self.shared.captures.fetch_add(1, Ordering::Relaxed);
-        let underway = Underway {
-            stream: stream.clone(),
-            id: self.shared.device.stream_id(stream),
-            serial,
-            thread: thread::current().id(),
-            made: Vec::new(),
-            pools: Vec::new(),
-            kept: Vec::new(),
-            pinned: Vec::new(),
-        };
-        self.shared.books().captures.push(underway);
-        serial
+        self.shared
+            .books()
+            .begin_capture(&self.shared.device, stream)
+    }
+
+    /// The same for the recording of a call of a function, whose route it gives besides: see [`route_call`](Allocator::route_call).
+    pub(crate) fn enter_recording(
+        &self,
+        stream: &D::Stream,
+        pool: &PoolHandle<D>,
+        room: Vec<Arc<Storage<D>>>,
+    ) -> (u64, RouteGuard<D>) {
+        let mut books = self.shared.books();
+        let serial = books.begin_capture(&self.shared.device, stream);
+        (serial, books.route_call(&self.shared, stream, pool, room))
     }
 
     /// Has the graph of the capture that a stream takes part in keep a tensor that is not the caller's to keep: its address is baked in. Does nothing where
@@ -116,17 +146,18 @@ impl<D: Device> Allocator<D> {
         Ok(())
     }
 
-    /// Notes that the capture has ended, whatever came of it. What its graph is to keep as long as it lives: it has the addresses baked in.
+    /// Notes that the capture has ended, whatever came of it. What its graph is to keep as long as it lives: it has the addresses baked in. Not so a
+    /// pool that whoever has the graph keeps anyway (`own`): of that, the segments of the storages that are named are pinned.
     ///
     /// What was allocated meanwhile and is held has an owner from here on, not only once the graph is launched: the marks of the
     /// allocations themselves are in the graph, or lost with it.
-    pub(crate) fn leave_capture(&self, serial: u64) -> Baked<D> {
+    pub(crate) fn leave_capture(&self, serial: u64, own: Option<Own<'_, D>>) -> Baked<D> {
         let mut books = self.shared.books();
         let Some(at) = books.captures.iter().position(|c| c.serial == serial) else {
             return Baked::default();
         };
-        let ended = books.captures.remove(at);
-        for (pool, block) in ended.made {
+        let mut ended = books.captures.remove(at);
+        for (pool, block) in ended.made.drain(..) {
             if books
                 .pools
                 .get(pool)
@@ -137,7 +168,18 @@ impl<D: Device> Allocator<D> {
                 device.mark(&ended.stream, ptr, block.bytes(), Mark::Live);
             }
         }
+        // Its room is the next capture's.
+        books.spare_made = ended.made;
         books.free_deferred(&self.shared.device);
+        let mut pins = Pins::default();
+        if let Some((own, storages)) = own {
+            let addresses = storages.iter().map(|s| s.ptr().0);
+            pins = books.pools[own.key].pool.pin(addresses);
+            if let Some(at) = ended.pools.iter().position(|key| *key == own.key) {
+                ended.pools.remove(at);
+                books.let_go(own.key);
+            }
+        }
         let handle = |key: PoolKey| PoolHandle {
             shared: self.shared.clone(),
             key,
@@ -150,17 +192,12 @@ impl<D: Device> Allocator<D> {
             pools,
             tensors: ended.kept,
             pinned: PinnedUses::of(ended.pinned),
+            pins,
         }
     }
 }
 
 impl<D: Device> Baked<D> {
-    /// Without a pool that the graph keeps anyway.
-    pub(crate) fn beside(mut self, pool: &PoolHandle<D>) -> Self {
-        self.pools.retain(|other| other.id() != pool.id());
-        self
-    }
-
     /// Whether there is a pool, of which the backing may be the caller's, in it.
     pub(crate) fn has_pools(&self) -> bool {
         !self.pools.is_empty()
@@ -197,6 +234,7 @@ impl<D: Device> Default for Baked<D> {
             pools: Vec::new(),
             tensors: Vec::new(),
             pinned: None,
+            pins: Pins::default(),
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::pool::{
 use crate::storage::{Birth, Source, Storage, Tensor};
 
 use super::{
-    CustomBacking, Elsewhere, Memory, PoolKey, Shared, alloc_in, refuse_tensor, with_pool,
+    CustomBacking, Elsewhere, Memory, Origin, PoolKey, Shared, alloc_in, refuse_tensor, with_pool,
 };
 
 /// A pool's number within its allocator, in order of creation; 0 is the default pool. Never reused.
@@ -108,7 +108,7 @@ impl<D: Device> PoolHandle<D> {
     pub fn alloc(&self, stream: &D::Stream, bytes: u64) -> Result<Tensor<D>> {
         alloc_in(
             &self.shared,
-            Some(self.key),
+            Origin::Pool(self.key),
             stream,
             bytes,
             Location::caller(),
@@ -281,11 +281,7 @@ impl<D: Device> PoolHandle<D> {
         }
     }
 
-    /// Keeps the segments of these addresses from being given back, until [`unpin`](PoolHandle::unpin).
-    pub(crate) fn pin(&self, addresses: impl IntoIterator<Item = u64>) -> Pins {
-        with_pool(&self.shared, self.key, |p| p.pin(addresses))
-    }
-
+    /// Lets go of segments that a graph had [pinned](super::Baked::pins).
     pub(crate) fn unpin(&self, pins: &Pins) {
         with_pool(&self.shared, self.key, |p| p.unpin(pins));
     }
@@ -398,7 +394,7 @@ impl<D: Device> PoolHandle<D> {
         bytes: u64,
         made_at: &'static Location<'static>,
     ) -> Result<Tensor<D>> {
-        alloc_in(&self.shared, Some(self.key), stream, bytes, made_at)
+        alloc_in(&self.shared, Origin::Pool(self.key), stream, bytes, made_at)
     }
 
     fn memory(&self) -> Memory<D> {
@@ -440,9 +436,7 @@ impl<D: Device> Clone for PoolHandle<D> {
 
 impl<D: Device> Drop for PoolHandle<D> {
     fn drop(&mut self) {
-        let mut books = self.shared.books();
-        books.pools[self.key].uses -= 1;
-        books.forget_if_empty(self.key);
+        self.shared.books().let_go(self.key);
     }
 }
 

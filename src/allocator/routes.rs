@@ -1,14 +1,16 @@
 //! Which pool an allocation comes from when nobody names one: by thread or by stream, the innermost route first.
 
 use std::fmt;
+use std::panic::Location;
 use std::sync::Arc;
 
 use crate::device::Device;
+use crate::error::Result;
 use crate::storage::{Storage, Tensor};
-use crate::sync::thread::{self, ThreadId};
-use crate::sync::{Mutex, lock};
+use crate::sync::thread::ThreadId;
+use crate::sync::thread_id;
 
-use super::{PoolHandle, PoolKey, Shared};
+use super::{Books, Origin, PoolHandle, PoolId, PoolKey, Shared, alloc_in};
 
 /// The routes in force, oldest first.
 pub(super) struct Routes<D: Device> {
@@ -20,46 +22,8 @@ struct Route<D: Device> {
     serial: u64,
     pool: PoolKey,
     filter: Filter,
-    /// Where what is allocated by this route is noted.
-    born: Option<Born<D>>,
-}
-
-/// The storages allocated during one call of a function, in order.
-pub(crate) struct Born<D: Device>(Arc<Mutex<Vec<Arc<Storage<D>>>>>);
-
-impl<D: Device> Born<D> {
-    pub(crate) fn new() -> Self {
-        Born(Arc::new(Mutex::new(Vec::new())))
-    }
-
-    pub(crate) fn note(&self, tensor: &Tensor<D>) {
-        if let Some(storage) = tensor.storage() {
-            lock(&self.0).push(storage.clone());
-        }
-    }
-
-    /// How many were noted so far.
-    pub(crate) fn len(&self) -> usize {
-        lock(&self.0).len()
-    }
-
-    /// Those noted behind the first `from` that are held.
-    pub(crate) fn held_since(&self, from: usize) -> Vec<Arc<Storage<D>>> {
-        let noted = lock(&self.0);
-        let since = noted.iter().skip(from);
-        since.filter(|s| s.owners() > 0).cloned().collect()
-    }
-
-    /// What was noted so far; nothing is noted any more.
-    pub(crate) fn storages(&self) -> Vec<Arc<Storage<D>>> {
-        std::mem::take(&mut *lock(&self.0))
-    }
-}
-
-impl<D: Device> Clone for Born<D> {
-    fn clone(&self) -> Self {
-        Born(self.0.clone())
-    }
+    /// Of a call of a function, what was allocated during it, in order.
+    born: Vec<Arc<Storage<D>>>,
 }
 
 impl<D: Device> Default for Routes<D> {
@@ -81,13 +45,13 @@ enum Filter {
 }
 
 impl<D: Device> Routes<D> {
-    /// The pool for an allocation of this thread for `stream`, and where to note it. `origin` is the stream whose capture it belongs to, if it
+    /// The pool for an allocation of this thread for `stream`, and the route. `origin` is the stream whose capture it belongs to, if it
     /// forked off one; else itself.
-    pub(super) fn pool_for(&self, stream: u32, origin: u32) -> Option<(PoolKey, Option<Born<D>>)> {
+    pub(super) fn pool_for(&self, stream: u32, origin: u32) -> Option<(PoolKey, u64)> {
         if self.routes.is_empty() {
             return None;
         }
-        let thread = thread::current().id();
+        let thread = thread_id();
         let takes = |r: &&Route<D>| match r.filter {
             Filter::Thread(t) => t == thread,
             Filter::Stream(s) => s == stream || s == origin,
@@ -97,11 +61,23 @@ impl<D: Device> Routes<D> {
             .iter()
             .rev()
             .find(takes)
-            .map(|r| (r.pool, r.born.clone()))
+            .map(|r| (r.pool, r.serial))
     }
-}
 
-impl<D: Device> Routes<D> {
+    /// Notes what was allocated by a route, if that is a call's.
+    pub(super) fn note(&mut self, serial: u64, storage: &Arc<Storage<D>>) {
+        let is_it = |r: &&mut Route<D>| r.serial == serial && matches!(r.filter, Filter::Call(..));
+        if let Some(route) = self.routes.iter_mut().rev().find(is_it) {
+            route.born.push(storage.clone());
+        }
+    }
+
+    /// What was noted of a route.
+    fn born(&self, serial: u64) -> &[Arc<Storage<D>>] {
+        let route = self.routes.iter().rev().find(|r| r.serial == serial);
+        route.map_or(&[], |route| &route.born)
+    }
+
     /// The innermost call of a function that allocates from a pool, by a number that is not 0; 0 where there is none.
     pub(super) fn call_in(&self, pool: PoolKey) -> u64 {
         let call = |r: &&Route<D>| r.pool == pool && matches!(r.filter, Filter::Call(..));
@@ -118,71 +94,120 @@ impl<D: Device> Route<D> {
 /// A route in force; dropping it takes it back. It counts as a use of its pool.
 #[must_use = "the route ends when the guard is dropped"]
 pub struct RouteGuard<D: Device> {
-    pool: PoolHandle<D>,
+    shared: Arc<Shared<D>>,
+    /// A use of it.
+    pool: PoolKey,
+    id: PoolId,
     serial: u64,
+    ended: bool,
 }
 
 impl<D: Device> RouteGuard<D> {
     pub(super) fn thread(shared: &Arc<Shared<D>>, pool: &PoolHandle<D>) -> Self {
-        Self::install(shared, pool, Filter::Thread(thread::current().id()), None)
+        let filter = Filter::Thread(thread_id());
+        shared.books().route(shared, pool, filter, Vec::new())
     }
 
     pub(super) fn stream(shared: &Arc<Shared<D>>, stream: u32, pool: &PoolHandle<D>) -> Self {
-        Self::install(shared, pool, Filter::Stream(stream), None)
+        let filter = Filter::Stream(stream);
+        shared.books().route(shared, pool, filter, Vec::new())
     }
 
-    pub(super) fn call(
+    /// Allocates from its pool, as if it had been looked up.
+    pub(crate) fn alloc_at(
+        &self,
+        stream: &D::Stream,
+        bytes: u64,
+        made_at: &'static Location<'static>,
+    ) -> Result<Tensor<D>> {
+        let from = Origin::Route(self.pool, self.serial);
+        alloc_in(&self.shared, from, stream, bytes, made_at)
+    }
+
+    /// How much was allocated by it so far, if it is a call's.
+    pub(crate) fn noted(&self) -> usize {
+        let books = self.shared.books();
+        books.routes.born(self.serial).len()
+    }
+
+    /// What of it was allocated behind the first `from` and is held.
+    pub(crate) fn held_since(&self, from: usize) -> Vec<Arc<Storage<D>>> {
+        let books = self.shared.books();
+        let since = books.routes.born(self.serial).iter().skip(from);
+        since.filter(|s| s.owners() > 0).cloned().collect()
+    }
+
+    /// Takes it back; what was allocated by it, if it is a call's.
+    pub(crate) fn end(mut self) -> Vec<Arc<Storage<D>>> {
+        self.take_back()
+    }
+
+    fn take_back(&mut self) -> Vec<Arc<Storage<D>>> {
+        self.ended = true;
+        let mut books = self.shared.books();
+        let routes = &mut books.routes.routes;
+        let mut born = Vec::new();
+        if let Some(at) = routes.iter().position(|r| r.serial == self.serial) {
+            let route = routes.remove(at);
+            if matches!(route.filter, Filter::Call(..)) {
+                books.closure_returned(&self.shared.device, route.call());
+            }
+            born = route.born;
+        }
+        books.let_go(self.pool);
+        born
+    }
+}
+
+impl<D: Device> Books<D> {
+    /// Routes a call of a function. What it allocates is noted in `room`, which is empty.
+    pub(super) fn route_call(
+        &mut self,
         shared: &Arc<Shared<D>>,
-        stream: u32,
+        stream: &D::Stream,
         pool: &PoolHandle<D>,
-        born: Born<D>,
-    ) -> Self {
-        Self::install(
-            shared,
-            pool,
-            Filter::Call(thread::current().id(), stream),
-            Some(born),
-        )
+        room: Vec<Arc<Storage<D>>>,
+    ) -> RouteGuard<D> {
+        let filter = Filter::Call(thread_id(), shared.device.stream_id(stream));
+        self.route(shared, pool, filter, room)
     }
 
-    fn install(
+    fn route(
+        &mut self,
         shared: &Arc<Shared<D>>,
         pool: &PoolHandle<D>,
         filter: Filter,
-        born: Option<Born<D>>,
-    ) -> Self {
-        let pool = pool.clone();
-        let mut books = shared.books();
-        let serial = books.routes.next;
-        books.routes.next += 1;
-        books.routes.routes.push(Route {
+        born: Vec<Arc<Storage<D>>>,
+    ) -> RouteGuard<D> {
+        self.pools[pool.key].uses += 1;
+        let serial = self.routes.next;
+        self.routes.next += 1;
+        self.routes.routes.push(Route {
             serial,
             pool: pool.key,
             filter,
             born,
         });
-        drop(books);
-        RouteGuard { pool, serial }
+        RouteGuard {
+            shared: shared.clone(),
+            pool: pool.key,
+            id: pool.id,
+            serial,
+            ended: false,
+        }
     }
 }
 
 impl<D: Device> Drop for RouteGuard<D> {
     fn drop(&mut self) {
-        let shared = &self.pool.shared;
-        let mut books = shared.books();
-        let routes = &mut books.routes.routes;
-        let Some(at) = routes.iter().position(|r| r.serial == self.serial) else {
-            return;
-        };
-        let route = routes.remove(at);
-        if matches!(route.filter, Filter::Call(..)) {
-            books.closure_returned(&shared.device, route.call());
+        if !self.ended {
+            self.take_back();
         }
     }
 }
 
 impl<D: Device> fmt::Debug for RouteGuard<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RouteGuard({:?})", self.pool)
+        write!(f, "RouteGuard(PoolHandle({}))", self.id)
     }
 }

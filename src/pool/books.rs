@@ -92,7 +92,7 @@ impl State {
 /// A [`State`] that is kept: what is not empty of it.
 pub(super) struct SavedState {
     /// The free lists' octaves.
-    octaves: Vec<Octave>,
+    octaves: SmallVec<[Octave; 1]>,
     /// As in [`State`].
     pub heads: SmallVec<[Head; 2]>,
     /// As in [`State`].
@@ -106,7 +106,7 @@ pub(super) struct SavedState {
 impl SavedState {
     /// No segment.
     pub const EMPTY: SavedState = SavedState {
-        octaves: Vec::new(),
+        octaves: SmallVec::new_const(),
         heads: SmallVec::new_const(),
         unused: NIL,
         slots: 0,

@@ -1,7 +1,8 @@
 //! Checkpoints: the handle a caller holds, and what the pool keeps for it.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::books::SavedState;
 use super::pages::Tables;
@@ -11,12 +12,23 @@ use super::pages::Tables;
 pub(super) struct Token {
     /// Keys of checkpoints that were dropped and not yet let go of.
     dropped: Mutex<Vec<u32>>,
+    /// Whether there are such.
+    any: AtomicBool,
 }
 
 impl Token {
     /// Moves the keys of dropped checkpoints to `keys`.
+    #[inline]
     pub fn take_dropped(&self, keys: &mut Vec<u32>) {
-        keys.append(&mut self.dropped.lock().unwrap_or_else(PoisonError::into_inner));
+        if self.any.load(Ordering::Acquire) {
+            let mut dropped = self.dropped();
+            self.any.store(false, Ordering::Relaxed);
+            keys.append(&mut dropped);
+        }
+    }
+
+    fn dropped(&self) -> MutexGuard<'_, Vec<u32>> {
+        self.dropped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -52,11 +64,9 @@ impl Checkpoint {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.token
-            .dropped
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(self.key);
+        let mut dropped = self.token.dropped();
+        dropped.push(self.key);
+        self.token.any.store(true, Ordering::Release);
     }
 }
 

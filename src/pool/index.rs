@@ -6,6 +6,8 @@
 //! are a hash of the place. So neither its shape nor an answer depends on history, and a bin of equal blocks
 //! costs a logarithm. Nothing is allocated. Below a block that is not in the index there is nothing.
 
+use smallvec::SmallVec;
+
 use super::pages::{NIL, Pages, Record, bits};
 
 /// What the index works on.
@@ -101,7 +103,7 @@ impl FreeList {
     }
 
     /// Adds its octaves that are not empty to `saved`, as those of list number `list`.
-    pub fn save(&self, list: u32, saved: &mut Vec<Octave>) {
+    pub fn save(&self, list: u32, saved: &mut SmallVec<[Octave; 1]>) {
         saved.extend(bits(self.octaves.into()).map(|octave| Octave {
             list,
             octave: octave as u32,

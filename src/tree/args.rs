@@ -4,6 +4,9 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
+use super::function::BoundInput;
 use crate::device::Device;
 use crate::error::{BoxError, Error, Result};
 use crate::storage::Tensor;
@@ -80,8 +83,11 @@ impl<D: Device> fmt::Debug for Arg<'_, D> {
 /// The inputs as a function's closure sees them, by position: those bound at registration and those passed. Owned: what is
 /// taken out and dropped dies where it is dropped.
 pub struct Inputs<D: Device> {
-    slots: Vec<Slot<D>>,
+    slots: Slots<D>,
 }
+
+/// A few need no heap.
+pub(super) type Slots<D> = SmallVec<[Slot<D>; 2]>;
 
 pub(super) enum Slot<D: Device> {
     Tensor(Tensor<D>),
@@ -90,8 +96,21 @@ pub(super) enum Slot<D: Device> {
 }
 
 impl<D: Device> Inputs<D> {
-    pub(super) fn new(slots: Vec<Slot<D>>) -> Self {
+    /// What is passed, in order, and what is bound, each at its position and in ascending order.
+    pub(super) fn new(mut slots: Slots<D>, bound: Vec<(usize, BoundInput<D>)>) -> Self {
+        for (position, input) in bound {
+            let slot = match input {
+                BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
+                BoundInput::Value(value) => Slot::Value(value),
+            };
+            slots.insert(position.min(slots.len()), slot);
+        }
         Inputs { slots }
+    }
+
+    /// Puts a tensor at a position.
+    pub(super) fn put(&mut self, position: usize, tensor: Tensor<D>) {
+        self.slots[position] = Slot::Tensor(tensor);
     }
 
     /// How many there are.

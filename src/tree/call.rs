@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::args::{Arg, Inputs, Slot, Value};
+use super::args::{Arg, Inputs, Slot, Slots, Value};
 use super::function::{Body, Bound, BoundInput, FunctionState};
-use super::node::{InputSpec, OutputSpec};
+use super::node::{InputSpec, InputSpecs, OutputSlots, OutputSpec, OutputSpecs};
 use super::path::is_on_path;
 use super::recorder::{Recorder, Said};
 use super::{Inner, State};
-use crate::allocator::{Born, PoolHandle, refuse_tensor};
+use crate::allocator::{RouteGuard, refuse_tensor};
 use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
 use crate::pool::Allocation;
@@ -61,14 +61,13 @@ impl<D: Device> Call<'_, '_, D> {
 
 /// The inputs of one call, classified, and the copied ones placed. Nothing has been given up yet.
 pub(super) struct Placed<D: Device> {
-    pub(super) specs: Vec<InputSpec<D>>,
+    pub(super) specs: InputSpecs<D>,
     /// Where the copied inputs go.
     pub(super) gather: Vec<GatherSlot>,
     /// Where they come from.
     pub(super) sources: Vec<DevicePtr>,
-    /// What the closure gets for each passed input; `None` for an output of the path that is given.
-    pub(super) slots: Vec<Option<Slot<D>>>,
-    pub(super) bound: Vec<(usize, BoundInput<D>)>,
+    /// Outputs of the path that are given: which passed input, and its position.
+    pub(super) given: SmallVec<[(usize, usize); 2]>,
 }
 
 /// An output of the path that went into the closure's hands: what it takes to bring it back if the recording is undone.
@@ -102,29 +101,30 @@ pub(super) struct Blame {
 
 /// The outputs of one call, classified.
 pub(super) struct Sorted<D: Device> {
-    pub(super) specs: Vec<OutputSpec<D>>,
-    pub(super) slots: Vec<(Arc<Storage<D>>, u64)>,
+    pub(super) specs: OutputSpecs<D>,
+    pub(super) slots: OutputSlots<D>,
     /// For each slot, the first output in it.
-    pub(super) first: Vec<usize>,
+    pub(super) first: SmallVec<[usize; 4]>,
 }
 
 impl<D: Device> Inner<D> {
-    /// Classifies the inputs, and allocates the places of the copied ones. On an error nothing has changed.
+    /// Classifies the inputs, and allocates the places of the copied ones; what the closure gets, by position, without what is given of the path.
+    /// On an error nothing has changed.
     pub(super) fn place(
         &self,
         state: &State<D>,
         call: &Call<'_, '_, D>,
-        born: &Born<D>,
-    ) -> Result<Placed<D>> {
+        route: &RouteGuard<D>,
+    ) -> Result<(Placed<D>, Inputs<D>)> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
         all_bound_fit(call.name, &bound, call.args.len())?;
+        let mut slots = Slots::with_capacity(call.args.len() + bound.len());
         let mut placed = Placed {
-            specs: Vec::with_capacity(call.args.len()),
+            specs: InputSpecs::with_capacity(call.args.len()),
             gather: Vec::new(),
             sources: Vec::new(),
-            slots: Vec::with_capacity(call.args.len()),
-            bound,
+            given: SmallVec::new(),
         };
         for (index, arg) in call.args.iter().enumerate() {
             let (spec, slot) = match arg {
@@ -134,16 +134,19 @@ impl<D: Device> Inner<D> {
                 ),
                 Arg::Taken => return Err(taken(call.name, index)),
                 Arg::Lend(tensor) => {
-                    self.place_tensor(state, call, index, tensor, &mut placed, born)?
+                    self.place_tensor(state, call, index, tensor, &mut placed, route)?
                 }
                 Arg::Give(tensor) => {
-                    self.place_tensor(state, call, index, tensor, &mut placed, born)?
+                    self.place_tensor(state, call, index, tensor, &mut placed, route)?
                 }
             };
+            if slot.is_none() {
+                placed.given.push((index, function.position(index)));
+            }
             placed.specs.push(spec);
-            placed.slots.push(slot);
+            slots.push(slot.unwrap_or(Slot::Taken));
         }
-        Ok(placed)
+        Ok((placed, Inputs::new(slots, bound)))
     }
 
     /// Copies the moving inputs to their places, as one piece of work on the tree's stream.
@@ -199,34 +202,32 @@ impl<D: Device> Inner<D> {
         })
     }
 
-    /// Puts the inputs into the closure's hands, by position. Given outputs of the path go with them.
+    /// Puts the outputs of the path that are given into the closure's hands, at their positions.
     pub(super) fn hand_in(
         &self,
         call: &mut Call<'_, '_, D>,
-        slots: Vec<Option<Slot<D>>>,
-        bound: Vec<(usize, BoundInput<D>)>,
+        mut inputs: Inputs<D>,
+        given: &[(usize, usize)],
     ) -> (Inputs<D>, Vec<Given<D>>) {
-        let mut given = Vec::new();
-        let total = slots.len() + bound.len();
-        let mut bound = bound.into_iter().peekable();
-        let mut passed = slots.into_iter().enumerate();
-        let mut all = Vec::with_capacity(total);
-        while all.len() < total {
-            if let Some((_, input)) = bound.next_if(|(position, _)| *position == all.len()) {
-                all.push(match input {
-                    BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
-                    BoundInput::Value(value) => Slot::Value(value),
-                });
-            } else if let Some((index, slot)) = passed.next() {
-                all.push(
-                    slot.or_else(|| self.give_in(index, call, &mut given))
-                        .unwrap_or(Slot::Taken),
-                );
-            } else {
-                break;
-            }
-        }
-        (Inputs::new(all), given)
+        let hand = |&(index, position): &(usize, usize)| {
+            let tensor = call.args[index].take()?;
+            let storage = tensor.storage()?.clone();
+            // If it dies inside, its memory is next used there.
+            storage.hand_over(&self.stream);
+            let given = Given {
+                input: index,
+                stamp: storage.stamp(),
+                block: storage.block(),
+                offset: tensor.offset(),
+                bytes: tensor.bytes(),
+                made_at: tensor.made_at(),
+                storage,
+            };
+            inputs.put(position, tensor);
+            Some(given)
+        };
+        let given = given.iter().filter_map(hand).collect();
+        (inputs, given)
     }
 
     /// One tensor's kind, and what the closure gets for it; `None` for an output of the path that is given.
@@ -237,7 +238,7 @@ impl<D: Device> Inner<D> {
         index: usize,
         tensor: &Tensor<D>,
         placed: &mut Placed<D>,
-        born: &Born<D>,
+        route: &RouteGuard<D>,
     ) -> Result<(InputSpec<D>, Option<Slot<D>>)> {
         let bytes = tensor.bytes();
         let Some(storage) = tensor.storage() else {
@@ -267,8 +268,7 @@ impl<D: Device> Inner<D> {
             };
             return Ok((spec, Some(Slot::Tensor(tensor.clone()))));
         }
-        let place = self.pool.alloc_at(&self.stream, bytes, call.at)?;
-        born.note(&place);
+        let place = route.alloc_at(&self.stream, bytes, call.at)?;
         placed.gather.push(GatherSlot {
             dst: place.address(),
             bytes,
@@ -278,57 +278,22 @@ impl<D: Device> Inner<D> {
         Ok((spec, Some(Slot::Tensor(place))))
     }
 
-    fn give_in(
-        &self,
-        index: usize,
-        call: &mut Call<'_, '_, D>,
-        given: &mut Vec<Given<D>>,
-    ) -> Option<Slot<D>> {
-        let tensor = call.args[index].take()?;
-        let storage = tensor.storage()?.clone();
-        // If it dies inside, its memory is next used there.
-        storage.hand_over(&self.stream);
-        given.push(Given {
-            input: index,
-            stamp: storage.stamp(),
-            block: storage.block(),
-            offset: tensor.offset(),
-            bytes: tensor.bytes(),
-            made_at: tensor.made_at(),
-            storage,
-        });
-        Some(Slot::Tensor(tensor))
-    }
-
-    /// Calls the closure, with this thread's and the stream's allocations routed to the tree's pool. No lock of ours is held meanwhile.
+    /// Calls the closure, with this thread's and the stream's allocations routed to a pool. No lock of ours is held meanwhile. What was allocated by the route is
+    /// given back, in order.
     pub(super) fn call_body(
         &self,
         (name, body): (&Arc<str>, &Body<D>),
         inputs: Inputs<D>,
         phase: Phase,
-        born: &Born<D>,
-    ) -> Outcome<D> {
-        self.call_body_on((name, body), inputs, phase, born, &self.stream, &self.pool)
-    }
-
-    /// The same with another stream and pool.
-    pub(super) fn call_body_on(
-        &self,
-        (name, body): (&Arc<str>, &Body<D>),
-        inputs: Inputs<D>,
-        phase: Phase,
-        born: &Born<D>,
         stream: &D::Stream,
-        pool: &PoolHandle<D>,
-    ) -> Outcome<D> {
-        let route = self.allocator.route_call(stream, pool, born);
+        route: RouteGuard<D>,
+    ) -> (Outcome<D>, Vec<Arc<Storage<D>>>) {
         let mut recorder = Recorder {
             name,
             device: self.allocator.device(),
             stream,
-            pool,
             phase,
-            born,
+            route: &route,
             allocator: &self.allocator,
             said: Said::default(),
             made: &self.made,
@@ -347,8 +312,8 @@ impl<D: Device> Inner<D> {
             }
         };
         let outcome = catch_unwind(AssertUnwindSafe(call));
-        drop(route);
-        outcome.unwrap_or_else(Outcome::Panicked)
+        let born = route.end();
+        (outcome.unwrap_or_else(Outcome::Panicked), born)
     }
 
     /// Says of each output what it is, and finds what the closure kept without returning it.
@@ -362,9 +327,9 @@ impl<D: Device> Inner<D> {
         born: &[Arc<Storage<D>>],
     ) -> Result<Sorted<D>> {
         let mut sorted = Sorted {
-            specs: Vec::with_capacity(outputs.len()),
-            slots: Vec::with_capacity(outputs.len()),
-            first: Vec::with_capacity(outputs.len()),
+            specs: OutputSpecs::with_capacity(outputs.len()),
+            slots: OutputSlots::new(),
+            first: SmallVec::new(),
         };
         self.check_outputs(call.name, outputs)?;
         for (index, output) in outputs.iter().enumerate() {
@@ -492,16 +457,17 @@ impl<D: Device> Inner<D> {
         }
     }
 
-    /// Makes the slots outputs of their node, held by the caller's stream from here on. The mask says which are held.
+    /// Makes the slots outputs of their node, held by the caller's stream from here on. The mask says which are held. `each` is told of each, and of the block that it owns.
     pub(super) fn settle(
         &self,
         name: &Arc<str>,
         sorted: &Sorted<D>,
         stream: &D::Stream,
+        mut each: impl FnMut(&Arc<Storage<D>>, Option<Allocation>),
     ) -> Arc<LiveMask> {
         let live = LiveMask::new(sorted.slots.len());
         for (bit, ((storage, _), output)) in sorted.slots.iter().zip(&sorted.first).enumerate() {
-            storage.hand_over(stream);
+            each(storage, storage.hand_over(stream));
             let bit = u32::try_from(bit).unwrap_or(u32::MAX);
             storage.settle(Home {
                 function: name.clone(),

@@ -6,13 +6,12 @@
 use smallvec::SmallVec;
 use tracing::debug_span;
 
-use super::args::{Arg, Inputs, Slot};
+use super::args::{Arg, Inputs, Slot, Slots};
 use super::call::{Call, Outcome, all_bound_fit, taken};
-use super::function::BoundInput;
 use super::outputs::Outputs;
 use super::reason::Reason;
 use super::{Inner, State};
-use crate::allocator::{Born, PoolHandle};
+use crate::allocator::PoolHandle;
 use crate::device::{Device, DevicePtr, GatherSlot};
 use crate::error::{Phase, Result};
 use crate::sync::{MutexGuard, lock};
@@ -39,11 +38,11 @@ impl<D: Device> Inner<D> {
         let pool = self.allocator.default_pool();
         let inputs = self.inputs_for_eager(&state, &mut call, &pool)?;
         state.use_stream(call.stream);
-        let born = Born::new();
         let body = state.functions[call.function].body.clone();
-        let (mut state, outcome) = self.unlocked(state, || {
+        let (mut state, (outcome, _)) = self.unlocked(state, || {
             let body = (call.name, &body);
-            self.call_body_on(body, inputs, Phase::Eager, &born, call.stream, &pool)
+            let route = self.allocator.route_call(call.stream, &pool);
+            self.call_body(body, inputs, Phase::Eager, call.stream, route)
         });
         // State of whatever function may have been used, on another stream than the one it was made on.
         lock(&self.made).retain(|made| {
@@ -83,7 +82,7 @@ impl<D: Device> Inner<D> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
         all_bound_fit(call.name, &bound, call.args.len())?;
-        let mut all: Vec<Slot<D>> = Vec::with_capacity(call.args.len() + bound.len());
+        let mut all = Slots::with_capacity(call.args.len() + bound.len());
         let mut slots: SmallVec<[GatherSlot; 4]> = SmallVec::new();
         let mut sources: SmallVec<[DevicePtr; 4]> = SmallVec::new();
         for (index, arg) in call.args.iter().enumerate() {
@@ -131,14 +130,6 @@ impl<D: Device> Inner<D> {
             }
             *slot = Slot::Tensor(given);
         }
-        // In ascending order, so each comes to lie where it was bound.
-        for (position, input) in bound {
-            let slot = match input {
-                BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
-                BoundInput::Value(value) => Slot::Value(value),
-            };
-            all.insert(position.min(all.len()), slot);
-        }
-        Ok(Inputs::new(all))
+        Ok(Inputs::new(all, bound))
     }
 }

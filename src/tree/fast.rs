@@ -50,8 +50,8 @@ impl<D: Device> Inner<D> {
             return None;
         }
         let f = state.functions.get(key)?;
-        let variant = f.variant(variant_key)?;
-        if !f.variants[variant].replays() || f.lost_bound() {
+        let (variant, of_key) = f.find(variant_key)?;
+        if !of_key.replays() || f.lost_bound() {
             return None;
         }
         self.forget_ended(state)?;
@@ -181,14 +181,16 @@ impl<D: Device> Inner<D> {
         sources: &mut Vec<DevicePtr>,
         on_path: impl Fn(&Storage<D>) -> bool,
     ) -> Result<(), Not> {
-        if node.inputs.len() != args.len() {
+        // Where the list lies is asked once, here and below.
+        let inputs = node.inputs.as_slice();
+        if inputs.len() != args.len() {
             return Err(Not::Fits(Mismatch::Count));
         }
         if !node.is_plain {
             return Err(Not::Known);
         }
         let stream_id = self.device.stream_id(stream);
-        for (index, (spec, arg)) in node.inputs.iter().zip(args).enumerate() {
+        for (index, (spec, arg)) in inputs.iter().zip(args).enumerate() {
             if let Some(tensor) = arg.tensor()
                 && (arg.is_given() || !tensor.is_settled())
             {
@@ -230,10 +232,11 @@ impl<D: Device> Node<D> {
     /// Hands out the outputs of a plain node whose graph was launched.
     #[inline(always)]
     fn hand_out(&self, args: &[Arg<'_, D>], out: &mut Outputs<D>, at: &'static Location<'static>) {
-        for (storage, outputs) in &self.slots {
+        let slots = self.slots.as_slice();
+        for (storage, outputs) in slots {
             storage.hand_out(*outputs);
         }
-        self.live.set_all(self.slots.len());
+        self.live.set_all(slots.len());
         for output in &self.outputs {
             out.push(match output {
                 OutputSpec::Fresh {
@@ -241,7 +244,7 @@ impl<D: Device> Node<D> {
                     offset,
                     bytes,
                 } => {
-                    let storage = &self.slots[*slot].0;
+                    let storage = &slots[*slot].0;
                     Tensor::counted(storage.clone(), storage.stamp(), *offset, *bytes, at)
                 }
                 OutputSpec::Input {

@@ -325,7 +325,7 @@ impl fmt::Debug for Function {
 /// A function as the tree keeps it. What a replay touches comes first.
 #[repr(C)]
 pub(super) struct FunctionState<D: Device> {
-    pub(super) variants: Vec<Variant>,
+    pub(super) variants: SmallVec<[Variant; 1]>,
     /// Bound at registration, by position, sorted.
     pub(super) bound: Vec<(usize, Bound<D>)>,
     /// Its runs that were replays.
@@ -441,7 +441,14 @@ impl<D: Device> FunctionState<D> {
 
     /// The index of a key's variant.
     pub(super) fn variant(&self, key: &[i64]) -> Option<usize> {
-        self.variants.iter().position(|v| v.key.as_slice() == key)
+        self.find(key).map(|(index, _)| index)
+    }
+
+    /// A key's variant, and its index.
+    #[inline]
+    pub(super) fn find(&self, key: &[i64]) -> Option<(usize, &Variant)> {
+        let mut all = self.variants.iter().enumerate();
+        all.find(|(_, v)| v.key.as_slice() == key)
     }
 
     /// Refuses a call with another number of inputs than is declared. Asked of calls that are no replays: what is recorded has the right number.
@@ -479,10 +486,6 @@ impl<D: Device> FunctionState<D> {
 
     /// A variant for a key that has none yet.
     pub(super) fn add_variant(&mut self, key: &[i64], wanted: bool) -> usize {
-        if self.variants.is_empty() {
-            // Most functions have one.
-            self.variants.reserve_exact(1);
-        }
         self.variants.push(Variant {
             key: Key::from_slice(key),
             never: (!wanted).then_some(Never::Unwanted),

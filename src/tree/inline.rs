@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use tracing::debug_span;
 
-use super::args::{Arg, Inputs, Slot};
+use super::args::{Arg, Inputs, Slot, Slots};
 use super::call::{Outcome, all_bound_fit, taken};
-use super::function::{BoundInput, Function, FunctionState, HeldBound};
+use super::function::{Function, FunctionState, HeldBound};
 use super::outputs::Outputs;
 use super::{FunctionKey, Inner, State};
-use crate::allocator::{Born, PoolHandle, PoolOptions};
+use crate::allocator::{PoolHandle, PoolOptions};
 use crate::device::{Call, CaptureStatus, Code, Device, DeviceError};
 use crate::error::{Phase, Result};
 use crate::storage::{Storage, Tensor};
@@ -78,12 +78,12 @@ impl<D: Device> Inner<D> {
         let inputs = state.functions[key].inputs_as_they_are(args, &bound)?;
         let body = state.functions[key].body.clone();
         let pool = self.inline_pool()?;
-        let born = Born::new();
-        let (mut state, outcome) = self.unlocked(state, || {
+        let (mut state, (outcome, born)) = self.unlocked(state, || {
             let body = (function.shared_name(), &body);
-            self.call_body_on(body, inputs, Phase::Inline, &born, stream, &pool)
+            let route = self.allocator.route_call(stream, &pool);
+            self.call_body(body, inputs, Phase::Inline, stream, route)
         });
-        lock(&self.inlined).keep(&pool, stream, &born.storages(), at);
+        lock(&self.inlined).keep(&pool, stream, &born, at);
         let (outputs, said) = match outcome {
             Outcome::Returned(outputs, said) => (outputs, said),
             Outcome::Failed(error, _) => return Err(error),
@@ -127,7 +127,7 @@ impl<D: Device> FunctionState<D> {
         self.takes(args.len())?;
         let bound = self.bound_inputs()?;
         all_bound_fit(&self.name, &bound, args.len())?;
-        let mut all = Vec::with_capacity(args.len() + bound.len());
+        let mut all = Slots::with_capacity(args.len() + bound.len());
         for (index, arg) in args.iter().enumerate() {
             all.push(match arg {
                 Arg::Lend(tensor) => Slot::Tensor((*tensor).clone()),
@@ -141,15 +141,7 @@ impl<D: Device> FunctionState<D> {
                 tensor.check()?;
             }
         }
-        // In ascending order, so each comes to lie where it was bound.
-        for (position, input) in bound {
-            let slot = match input {
-                BoundInput::Tensor(tensor) => Slot::Tensor(tensor),
-                BoundInput::Value(value) => Slot::Value(value),
-            };
-            all.insert(position.min(all.len()), slot);
-        }
-        Ok(Inputs::new(all))
+        Ok(Inputs::new(all, bound))
     }
 }
 

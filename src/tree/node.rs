@@ -9,7 +9,7 @@ use super::args::{Arg, Value};
 use super::{FunctionKey, NodeKey};
 use crate::allocator::Baked;
 use crate::device::{Device, DevicePtr, GraphInfo};
-use crate::pool::{Allocation, Checkpoint, Pins};
+use crate::pool::{Allocation, Checkpoint};
 use crate::storage::{LiveMask, Storage, Tensor, WeakTensor};
 
 /// A node's number within its tree, in order of recording. Never reused.
@@ -19,18 +19,31 @@ pub struct NodeId(pub u32);
 /// Which variant of which function.
 pub(super) type VariantKey = (FunctionKey, usize);
 
+// What there is mostly one of lies in the node.
+
+/// What each passed input was.
+pub(super) type InputSpecs<D> = SmallVec<[InputSpec<D>; 1]>;
+
+/// What each output was.
+pub(super) type OutputSpecs<D> = SmallVec<[OutputSpec<D>; 1]>;
+
+/// The storages that a graph makes, and how many outputs lie in each.
+pub(super) type OutputSlots<D> = SmallVec<[(Arc<Storage<D>>, u64); 1]>;
+
+/// Ranges of addresses: disjoint, ascending.
+pub(super) type Footprint = SmallVec<[Range<u64>; 1]>;
+
 /// One recording of a variant in the memory state its ancestors left. What a replay touches comes first.
 #[repr(C)]
 pub(super) struct Node<D: Device> {
     /// Which of the slots are held.
     pub(super) live: Arc<LiveMask>,
     /// One for each passed input.
-    pub(super) inputs: Box<[InputSpec<D>]>,
+    pub(super) inputs: InputSpecs<D>,
     /// Ancestors' outputs whose memory the graph writes, or may: they must be dead.
     pub(super) must_be_dead: Box<[DeadBits]>,
-    /// The storages that the graph makes, and how many outputs lie in each.
-    pub(super) slots: Box<[(Arc<Storage<D>>, u64)]>,
-    pub(super) outputs: Box<[OutputSpec<D>]>,
+    pub(super) slots: OutputSlots<D>,
+    pub(super) outputs: OutputSpecs<D>,
     /// When it was used last, by the tree's count of recordings and replays.
     pub(super) used: u64,
     pub(super) id: NodeId,
@@ -46,9 +59,7 @@ pub(super) struct Node<D: Device> {
     pub(super) variant: VariantKey,
     pub(super) parent: Option<NodeKey>,
     /// The addresses that the graph may write in the pool: disjoint, ascending.
-    pub(super) footprint: Box<[Range<u64>]>,
-    /// The segments they lie in, kept as long as the node.
-    pub(super) pins: Pins,
+    pub(super) footprint: Footprint,
     /// Ancestors' outputs that died during the recording: they are held by this call's given inputs alone.
     pub(super) consumed: Box<[Consumed<D>]>,
     /// Host values that go with them.
@@ -56,7 +67,7 @@ pub(super) struct Node<D: Device> {
     /// The pool as it was when the recording ended.
     pub(super) checkpoint: Checkpoint,
     /// The outputs of the path that were held then, and their blocks.
-    pub(super) saved: Box<[(Arc<Storage<D>>, Allocation)]>,
+    pub(super) saved: SmallVec<[(Arc<Storage<D>>, Allocation); 1]>,
     /// Which inputs are copied, and where to.
     pub(super) copied: Box<[u32]>,
     pub(super) copies: Box<[Range<u64>]>,
@@ -69,7 +80,7 @@ pub(super) struct Launchable<D: Device> {
     pub(super) info: GraphInfo,
     /// What the executable was made of, if the tree keeps that.
     pub(super) template: Option<Arc<D::Graph>>,
-    /// What else than the tree's pool was used during the capture.
+    /// What else than the tree's pool was used during the capture; of that, the segments are pinned as long as the node is there.
     pub(super) baked: Baked<D>,
 }
 
@@ -145,8 +156,8 @@ impl<D: Device> Consumed<D> {
 }
 
 /// The addresses of these storages, as disjoint ranges in ascending order.
-pub(super) fn footprint<D: Device>(storages: &[Arc<Storage<D>>]) -> Box<[Range<u64>]> {
-    let mut ranges: Vec<Range<u64>> = storages.iter().map(|s| s.range()).collect();
+pub(super) fn footprint<D: Device>(storages: &[Arc<Storage<D>>]) -> Footprint {
+    let mut ranges: Footprint = storages.iter().map(|s| s.range()).collect();
     ranges.sort_unstable_by_key(|r| r.start);
     ranges.dedup_by(|range, last| {
         let joined = range.start <= last.end;
@@ -155,7 +166,8 @@ pub(super) fn footprint<D: Device>(storages: &[Arc<Storage<D>>]) -> Box<[Range<u
         }
         joined
     });
-    ranges.into()
+    ranges.shrink_to_fit();
+    ranges
 }
 
 impl<D: Device> Node<D> {

@@ -4,7 +4,6 @@
 //! without a trace: what it allocated is freed, and what was given to it and died inside is claimed back where it lay.
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -13,15 +12,17 @@ use tracing::{debug_span, warn};
 use super::args::{Arg, Value};
 use super::call::{Blame, Call, Given, Outcome, Placed, Sorted, given_in};
 use super::function::Never;
-use super::node::{Consumed, DeadBits, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint};
+use super::node::{
+    Consumed, DeadBits, Footprint, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint,
+};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::reason::Reason;
 use super::{Inner, State};
-use crate::allocator::{Born, Claim};
+use crate::allocator::Claim;
 use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed};
 use crate::error::{Error, Phase, Result};
-use crate::pool::{Allocation, Pins, Tag};
+use crate::pool::{Allocation, Tag};
 use crate::storage::{Storage, Tensor};
 use crate::sync::MutexGuard;
 
@@ -79,8 +80,7 @@ struct Recorded<D: Device> {
     sorted: Sorted<D>,
     given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
-    footprint: Box<[Range<u64>]>,
-    pins: Pins,
+    footprint: Footprint,
     values: Vec<Value>,
 }
 
@@ -113,13 +113,9 @@ impl<D: Device> Inner<D> {
         state.use_stream(call.stream);
         let before: Vec<SmallVec<[u64; 2]>> =
             state.path.iter().map(|e| words(state.live_of(e))).collect();
-        let (mut state, recorded) = self.capture(state, &mut call);
+        let (mut state, recorded) = self.capture(state, &mut call, &before, reason, out);
         match recorded {
-            Ok(recorded) => {
-                state.charge(call.function, reason);
-                call.end_fed();
-                state.drop_carried();
-                self.commit(&mut state, &call, &before, recorded, reason, out);
+            Ok(()) => {
                 self.give_up(&mut call);
                 evicted.extend(self.make_room(&mut state, 0));
                 drop(state);
@@ -173,20 +169,26 @@ impl<D: Device> Inner<D> {
         self.eager(state, call, reason, out)
     }
 
-    /// Captures, instantiates and launches; undoes everything on any error.
+    /// Captures, instantiates, launches, and makes the node; undoes everything on any error.
     fn capture<'s>(
         &'s self,
         mut state: MutexGuard<'s, State<D>>,
         call: &mut Call<'_, '_, D>,
-    ) -> (MutexGuard<'s, State<D>>, Result<Recorded<D>, Undone>) {
+        before: &[SmallVec<[u64; 2]>],
+        reason: Reason,
+        out: &mut Outputs<D>,
+    ) -> (MutexGuard<'s, State<D>>, Result<(), Undone>) {
         let device = self.allocator.device();
-        let born = Born::new();
-        let serial = self.allocator.enter_capture(&self.stream);
+        let room = std::mem::take(&mut state.born);
+        let (serial, route) = self
+            .allocator
+            .enter_recording(&self.stream, &self.pool, room);
         if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
-            self.allocator.leave_capture(serial);
+            self.allocator
+                .leave_capture(serial, Some((&self.pool, &[])));
             return (state, Err(Undone::Capture(error.into())));
         }
-        let mut placed = match self.place(&state, call, &born) {
+        let (mut placed, inputs) = match self.place(&state, call, &route) {
             Ok(placed) => placed,
             Err(error) => {
                 self.abandon(&mut state, serial);
@@ -199,17 +201,11 @@ impl<D: Device> Inner<D> {
         }
         let lent = self.lend_fed(call);
         let body = state.functions[call.function].body.clone();
-        let (inputs, given) = self.hand_in(
-            call,
-            std::mem::take(&mut placed.slots),
-            std::mem::take(&mut placed.bound),
-        );
-        let (mut state, outcome) = self.unlocked(state, || {
-            self.call_body((call.name, &body), inputs, Phase::Record, &born)
+        let (inputs, given) = self.hand_in(call, inputs, &placed.given);
+        let (mut state, (outcome, mut storages)) = self.unlocked(state, || {
+            let body = (call.name, &body);
+            self.call_body(body, inputs, Phase::Record, &self.stream, route)
         });
-        let storages = born.storages();
-        // Before the capture is over, and with it the time in which nothing is given back.
-        let pins = self.pool.pin(storages.iter().map(|s| s.ptr().0));
         let (mut values, mut returned) = (Vec::new(), Vec::new());
         let ended = match outcome {
             Outcome::Returned(outputs, said) => {
@@ -243,21 +239,25 @@ impl<D: Device> Inner<D> {
             Outcome::Panicked(panic) => Err(Undone::Panic(panic, self.abandon(&mut state, serial))),
         };
         match ended {
-            Ok((graph, sorted)) => (
-                state,
-                Ok(Recorded {
+            Ok((graph, sorted)) => {
+                let recorded = Recorded {
                     graph,
                     placed,
                     sorted,
                     given,
                     outputs: returned,
                     footprint: footprint(&storages),
-                    pins,
                     values,
-                }),
-            ),
+                };
+                state.charge(call.function, reason);
+                call.end_fed();
+                state.drop_carried();
+                self.commit(&mut state, call, before, recorded, reason, out);
+                storages.clear();
+                state.born = storages;
+                (state, Ok(()))
+            }
             Err(undone) => {
-                self.pool.unpin(&pins);
                 // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.
                 given.iter().for_each(|g| g.storage.hush());
                 self.let_go(&mut state, returned, values);
@@ -304,7 +304,8 @@ impl<D: Device> Inner<D> {
             }
         };
         let ended = device.end_capture(&self.stream);
-        let baked = self.allocator.leave_capture(serial).beside(&self.pool);
+        let own = (&self.pool, born);
+        let baked = self.allocator.leave_capture(serial, Some(own));
         let min_nodes = state.functions[call.function].min_nodes;
         let capture = |error: DeviceError| Undone::Capture(error.into());
         let launch = || {
@@ -336,6 +337,7 @@ impl<D: Device> Inner<D> {
                 Ok((graph, sorted))
             }
             Err(undone) => {
+                self.pool.unpin(&baked.pins);
                 // Of the last one the backing may be the caller's.
                 if baked.has_pools() {
                     self.bury(state, baked);
@@ -349,7 +351,9 @@ impl<D: Device> Inner<D> {
     /// was broken, that is given.
     fn abandon(&self, state: &mut State<D>, serial: u64) -> Option<DeviceError> {
         let ended = self.allocator.device().end_capture(&self.stream);
-        let baked = self.allocator.leave_capture(serial).beside(&self.pool);
+        let baked = self
+            .allocator
+            .leave_capture(serial, Some((&self.pool, &[])));
         if baked.has_pools() {
             self.bury(state, baked);
         }
@@ -440,7 +444,6 @@ impl<D: Device> Inner<D> {
             given,
             outputs,
             footprint,
-            pins,
             values,
         } = recorded;
         // Given and kept inside: the caller's again, and not to die between the looks that follow.
@@ -486,35 +489,28 @@ impl<D: Device> Inner<D> {
                 }
             }
         }
-        let live = self.settle(call.name, &sorted, call.stream);
         let variant = (call.function, call.variant);
         let parent = state.tip();
         let id = NodeId(state.counts.recordings);
         state.counts.recordings += 1;
         // With the books exact, what is held owns its block.
-        let owned =
-            |storage: &Arc<Storage<D>>| storage.block().map(|block| (storage.clone(), block));
-        let mut saved: Vec<_> = Vec::with_capacity(sorted.slots.len());
+        let mut saved = SmallVec::with_capacity(sorted.slots.len());
+        let mut save = |storage: &Arc<Storage<D>>, block: Option<Allocation>| {
+            saved.extend(block.map(|block| (storage.clone(), block)));
+        };
         for entry in &state.path {
-            saved.extend(state.held(entry).filter_map(owned));
+            state.held(entry).for_each(|s| save(s, s.block()));
         }
-        saved.extend(
-            sorted
-                .slots
-                .iter()
-                .filter_map(|(storage, _)| owned(storage)),
-        );
+        let live = self.settle(call.name, &sorted, call.stream, save);
         let copied = (0u32..)
             .zip(&placed.specs)
             .filter(|(_, spec)| matches!(spec, InputSpec::Copied { .. }))
             .map(|(index, _)| index)
             .collect();
-        for spec in &placed.specs {
-            if let InputSpec::Static {
-                storage: Some(weak),
-                ..
-            } = spec
-                && let Some(storage) = weak.upgrade()
+        for (spec, arg) in placed.specs.iter().zip(&*call.args) {
+            if let InputSpec::Static { storage, .. } = spec
+                && storage.is_some()
+                && let Some(storage) = arg.tensor().and_then(Tensor::storage)
             {
                 storage.watch(&self.untidy);
             }
@@ -530,19 +526,18 @@ impl<D: Device> Inner<D> {
                 .specs
                 .iter()
                 .any(|o| matches!(o, OutputSpec::Bound(_))),
-            inputs: placed.specs.into(),
+            inputs: placed.specs,
             must_be_dead: must_be_dead.into(),
             footprint,
-            pins,
             used: state.counts.uses(),
             consumed: consumed.into(),
             values: values.clone().into(),
-            outputs: sorted.specs.into(),
-            slots: sorted.slots.into(),
+            outputs: sorted.specs,
+            slots: sorted.slots,
             live,
             graph,
             checkpoint: self.pool.checkpoint_blocks(),
-            saved: saved.into(),
+            saved,
             copies: placed
                 .gather
                 .iter()

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::sync::{Arc, Weak};
 
 use super::args::Value;
-use crate::allocator::{Allocator, Born, PinnedBuffer, PoolHandle, predicate_of, refuse_escaped};
+use crate::allocator::{Allocator, PinnedBuffer, RouteGuard, predicate_of, refuse_escaped};
 use crate::device::{Call, Code, Device, DeviceError, DevicePtr, KernelArg, LaunchConfig};
 use crate::error::{BoxError, Phase, Result};
 use crate::storage::{Storage, Tensor};
@@ -20,9 +20,9 @@ pub struct Recorder<'a, D: Device> {
     pub(super) name: &'a Arc<str>,
     pub(super) device: &'a D,
     pub(super) stream: &'a D::Stream,
-    pub(super) pool: &'a PoolHandle<D>,
     pub(super) phase: Phase,
-    pub(super) born: &'a Born<D>,
+    /// Where its memory comes from.
+    pub(super) route: &'a RouteGuard<D>,
     /// Where memory from outside of the tree comes from.
     pub(super) allocator: &'a Allocator<D>,
     pub(super) said: Said,
@@ -51,9 +51,7 @@ impl<'a, D: Device> Recorder<'a, D> {
     /// [`PoolError::OutOfMemory`](crate::pool::PoolError::OutOfMemory), with the pool as it was.
     #[track_caller]
     pub fn alloc(&mut self, bytes: u64) -> Result<Tensor<D>> {
-        let tensor = self.pool.alloc_at(self.stream, bytes, Location::caller())?;
-        self.born.note(&tensor);
-        Ok(tensor)
+        self.route.alloc_at(self.stream, bytes, Location::caller())
     }
 
     /// Allocates state that the function makes once and keeps, say in its closure: memory of the allocator's default pool, which belongs to no generation and
@@ -147,7 +145,7 @@ impl<'a, D: Device> Recorder<'a, D> {
     ) -> Result<(), BoxError> {
         self.allocator.own_stream(stream)?;
         let byte = predicate_of(self.device, predicate)?;
-        let from = self.born.len();
+        let from = self.route.noted();
         match self.phase {
             Phase::Record | Phase::Inline => {
                 self.capture_if((stream, byte), from, body, Location::caller())
@@ -158,7 +156,7 @@ impl<'a, D: Device> Recorder<'a, D> {
                 }
                 self.call(stream, body)
                     .unwrap_or_else(|p| resume_unwind(p))?;
-                Ok(refuse_escaped(self.born, from)?)
+                Ok(refuse_escaped(&self.route.held_since(from))?)
             }
         }
     }
@@ -195,9 +193,10 @@ impl<'a, D: Device> Recorder<'a, D> {
             }
         };
         let outcome = self.call(open.body(), body);
-        let escaped = refuse_escaped(self.born, from);
+        let held = self.route.held_since(from);
+        let escaped = refuse_escaped(&held);
         // While the body captures, so that it dies there. What another pool gave goes its own way.
-        for held in self.born.held_since(from) {
+        for held in held {
             if !held.is_eternal() {
                 held.invalidate(self.name, at);
             }

@@ -203,7 +203,7 @@ impl<D: Device> Inner<D> {
         }
         let nodes: Vec<Node<D>> = all.iter().filter_map(|key| state.unlink(*key)).collect();
         for node in &nodes {
-            self.pool.unpin(&node.pins);
+            self.pool.unpin(&node.graph.baked.pins);
         }
         state.forget_places(|parent, _| parent.is_some_and(|key| all.contains(&key)));
         tracing::debug!(nodes = nodes.len(), "recordings removed");
@@ -236,7 +236,7 @@ impl<D: Device> Inner<D> {
     /// Lets go of all that the graphs of a tree that ends have pinned.
     pub(super) fn unpin_all(&self, state: &State<D>) {
         for node in state.nodes.values() {
-            self.pool.unpin(&node.pins);
+            self.pool.unpin(&node.graph.baked.pins);
         }
     }
 

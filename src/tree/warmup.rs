@@ -10,7 +10,6 @@ use super::path::{Entry, Run, Warm};
 use super::reason::Reason;
 use super::recorder::Said;
 use super::{Inner, State};
-use crate::allocator::Born;
 use crate::device::Device;
 use crate::error::{Phase, Result};
 use crate::sync::MutexGuard;
@@ -39,12 +38,12 @@ impl<D: Device> Inner<D> {
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
         state.use_stream(call.stream);
-        let born = Born::new();
-        let placed = self.place(&state, &call, &born).and_then(|placed| {
-            self.copy_in(&placed)?;
+        let route = self.allocator.route_call(&self.stream, &self.pool);
+        let placed = self.place(&state, &call, &route).and_then(|placed| {
+            self.copy_in(&placed.0)?;
             Ok(placed)
         });
-        let mut placed = match placed {
+        let (mut placed, inputs) = match placed {
             Ok(placed) => placed,
             Err(error) => {
                 self.join(call.stream)?;
@@ -52,16 +51,11 @@ impl<D: Device> Inner<D> {
             }
         };
         let body = state.functions[call.function].body.clone();
-        let (inputs, given) = self.hand_in(
-            &mut call,
-            std::mem::take(&mut placed.slots),
-            std::mem::take(&mut placed.bound),
-        );
-
-        let (mut state, outcome) = self.unlocked(state, || {
-            self.call_body((call.name, &body), inputs, Phase::Warmup, &born)
+        let (inputs, given) = self.hand_in(&mut call, inputs, &placed.given);
+        let (mut state, (outcome, storages)) = self.unlocked(state, || {
+            let body = (call.name, &body);
+            self.call_body(body, inputs, Phase::Warmup, &self.stream, route)
         });
-        let storages = born.storages();
         let mut panicked = None;
         let mut said = Said::default();
         let sorted = match outcome {
@@ -114,7 +108,7 @@ impl<D: Device> Inner<D> {
         // A warmup that fails leaves it: nothing was written over it.
         call.end_fed();
         state.drop_carried();
-        let live = self.settle(call.name, &sorted, call.stream);
+        let live = self.settle(call.name, &sorted, call.stream, |_, _| {});
         let slots = sorted
             .slots
             .into_iter()
