@@ -437,7 +437,7 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// For adaptors, and for whoever refuses a call in the device's place: takes note that a call on this stream was refused with `error` before it
     /// reached the device, and gives the error as the device would have: where the stream captures, with its position there, and with what
-    /// broke that capture before. With `invalidate` the refusal breaks the capture.
+    /// broke that capture before. One that has a position is the device's own, and is not counted again. With `invalidate` the refusal breaks the capture.
     fn refuse(&self, stream: &Self::Stream, error: DeviceError, invalidate: bool) -> DeviceError {
         if invalidate && self.capture_status(stream) == Ok(CaptureStatus::Active) {
             // A capturing stream that is waited for: refused, and the capture is invalid.

@@ -322,8 +322,8 @@ fn on_a_fork<D: Device>(rig: Rig<D>) {
     }
     let refusal = rig.trees.last_refusal().unwrap();
     assert_eq!(
-        (refusal.call, refusal.code),
-        (Call::BeginIf, Code::IllegalState)
+        (refusal.call, refusal.code, refusal.position),
+        (Call::BeginIf, Code::IllegalState, Some(3))
     );
     drop((x, holds, f));
     rig.finish();

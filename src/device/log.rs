@@ -68,13 +68,11 @@ impl Log {
     /// with what broke it.
     pub(super) fn answer<T>(&mut self, call: Call, before: bool, result: Result<T>) -> Result<T> {
         let kind = kind(call);
-        // With a position it comes back from whoever gave it up for that, and was counted.
-        let counted = result.as_ref().is_err_and(|e| e.position.is_some());
-        if !counted && (kind == Kind::Work || (kind == Kind::Refused && result.is_err())) {
+        if kind == Kind::Work || (kind == Kind::Refused && result.is_err()) {
             self.given += 1;
         }
         result.map_err(|mut error| {
-            if kind != Kind::Whole && !counted {
+            if kind != Kind::Whole {
                 error.position = Some(self.given);
             }
             if before && error.is_capture() {
@@ -133,9 +131,6 @@ mod tests {
         let echo = refused(Call::Fill, Code::StreamCaptureInvalidated);
         let first = Some((Some(3), Call::Wait));
         assert_eq!(told(log.answer(Call::Fill, true, echo)), (Some(4), first));
-        // Given back by who gave the capture up for it, it has its place still.
-        let again = log.answer(Call::Wait, false, Err::<(), _>(broke.clone()));
-        assert_eq!((told(again), log.next()), ((Some(3), None), 5));
         // It stands for itself.
         let own = refused(Call::Launch, Code::InvalidValue);
         assert_eq!(told(log.answer(Call::Launch, true, own)), (Some(5), None));

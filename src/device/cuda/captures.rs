@@ -385,7 +385,11 @@ impl Inner {
         if breaks {
             self.break_capture(stream);
         }
-        let error = self.refused(Some(stream), 0, error);
+        let error = match error.position {
+            // It has been answered with that.
+            Some(_) => error,
+            None => self.refused(Some(stream), 0, error),
+        };
         if breaks && let Some(log) = lock(&self.begun).log(stream.id) {
             log.break_by(&error);
         }

@@ -100,8 +100,14 @@ impl State {
         invalidate: bool,
     ) -> DeviceError {
         let taking_part = self.taking_part(key);
-        let refused = self.on(error.call, key, |_| Err::<Infallible, _>(error));
-        let Err(error) = refused;
+        let error = match error.position {
+            // It has been answered with that.
+            Some(_) => error,
+            None => {
+                let Err(error) = self.on(error.call, key, |_| Err::<Infallible, _>(error));
+                error
+            }
+        };
         if invalidate && let Some((capture, false)) = taking_part {
             self.captures[capture].log.break_by(&error);
         }
