@@ -185,7 +185,7 @@ impl<D: Device> PaddedInput<D> {
                 return Ok(());
             }
             if let Some(storage) = batch.storage() {
-                storage.used_by_other(stream);
+                storage.used_by(stream, None);
             }
             Ok(device.copy(stream, rows.address(), batch.address(), rows.bytes())?)
         })

@@ -644,10 +644,15 @@ impl<D: Device> Storage<D> {
         }
     }
 
-    /// Whether it may be memory outside of trees for another stream than the one of this number.
+    /// Whether a run on the stream of this number, of a tree with this pool, may have to be noted: it is memory outside of trees for another stream, or another
+    /// tree's.
     #[inline]
-    pub(crate) fn is_elsewhere(&self, stream_id: u32) -> bool {
-        self.stream_id != stream_id && self.stream_id != NO_STREAM && self.is_eternal()
+    pub(crate) fn is_elsewhere(&self, stream_id: u32, pool: &PoolHandle<D>) -> bool {
+        if self.is_eternal() {
+            self.stream_id != stream_id && self.stream_id != NO_STREAM
+        } else {
+            !self.in_pool(pool)
+        }
     }
 
     /// Notes that a run on a stream uses it, where it is of memory outside of trees, and its own stream is another: it may be dropped as soon as the run has returned.
@@ -661,11 +666,11 @@ impl<D: Device> Storage<D> {
         }
     }
 
-    /// The same for work that is no run of a tree's: of an output of a tree, that tree's next run waits for the stream.
-    pub(crate) fn used_by_other(&self, stream: &D::Stream) {
+    /// The same of what may be an output of a tree: that tree's next run waits for the stream. Not so for `own`, whose pool the run's tree has: that orders its runs itself.
+    pub(crate) fn used_by(&self, stream: &D::Stream, own: Option<&PoolHandle<D>>) {
         if self.is_eternal() {
             self.used_by_run(stream);
-        } else {
+        } else if own.is_none_or(|pool| !self.in_pool(pool)) {
             self.use_on(stream);
         }
     }

@@ -21,6 +21,8 @@ suite!(
     prepare_counts_what_is_there,
     a_tree_that_was_shut_down_is_in_order,
     a_length_that_is_not_the_tensors,
+    what_a_recording_has_the_address_of_is_dropped_at_once,
+    an_output_of_another_tree_is_read_before_it_goes,
 );
 
 use Phase::{Eager, Record, Replay, Warmup};
@@ -306,4 +308,149 @@ fn a_length_that_is_not_the_tensors<D: Device>(rig: Rig<D>) {
     assert_eq!(rig.read(&x), [1.0; 2]);
     drop(x);
     rig.finish();
+}
+
+/// What a recording has the address of, and its user may drop.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Baked {
+    Static,
+    Bound,
+    State,
+}
+
+/// Run some times on one stream, then on another, and dropped as soon as that run has returned.
+fn baked_and_dropped<D: Device>(rig: &Rig<D>, kind: Baked, runs_before: usize) {
+    let (d, n) = (&rig.device, 1024);
+    let (other, event) = (d.create_stream().unwrap(), d.create_event().unwrap());
+    let x = rig.floats(&[2.0; 1024]);
+    let spec = match kind {
+        Baked::Static => FunctionSpec::new("f").static_input(0),
+        Baked::Bound => FunctionSpec::new("f").bind(0, &x),
+        Baked::State => FunctionSpec::new("f"),
+    };
+    let state: Mutex<Option<Tensor<D>>> = Mutex::default();
+    let f = rig.register(spec, move |k, rec, inputs| {
+        let mut state = state.lock().unwrap();
+        if kind == Baked::State && state.is_none() {
+            let made = rec.alloc_state(4 * n)?;
+            k.kernels
+                .fill(rec.device(), rec.stream(), made.ptr()?, n, 2.0)?;
+            *state = Some(made);
+        }
+        let from = match &*state {
+            Some(state) => state,
+            None => inputs.get(0)?,
+        };
+        Ok(vec![k.apply(rec, from, 1.0, 0.0)?])
+    });
+    let args = || match kind {
+        Baked::Static => vec![lend(&x)],
+        Baked::Bound | Baked::State => Vec::new(),
+    };
+    let run = |stream: &D::Stream| {
+        let step = rig.trees.step();
+        let out = rig.trees.run(&f, &step, &[], stream, &mut args()).unwrap();
+        (out, step)
+    };
+    for _ in 0..runs_before {
+        run(&rig.stream);
+    }
+    d.record(&event, &rig.stream).unwrap();
+    d.wait(&other, &event).unwrap();
+    let (out, step) = run(&other);
+    drop((x, f));
+    let next = [rig.floats(&[-1.0; 1024]), rig.floats(&[-1.0; 1024])];
+    let got = out[0].read(d, &other).unwrap();
+    let want = [2.0f32; 1024].map(f32::to_le_bytes).concat();
+    assert_eq!(got, want, "{kind:?} after {runs_before} runs");
+    d.synchronize_device().unwrap();
+    drop((next, out, step));
+}
+
+fn what_a_recording_has_the_address_of_is_dropped_at_once<D: Device>(rig: Rig<D>) {
+    for kind in [Baked::Static, Baked::Bound, Baked::State] {
+        for runs_before in 0..4 {
+            baked_and_dropped(&rig, kind, runs_before);
+        }
+    }
+    rig.finish();
+}
+
+#[test]
+fn what_a_recording_has_the_address_of_in_many_schedules() {
+    for seed in 0..32 {
+        for kind in [Baked::Static, Baked::Bound, Baked::State] {
+            for runs_before in 0..4 {
+                let rig = Rig::new(HostDevice::builder().seed(seed).build().unwrap());
+                baked_and_dropped(&rig, kind, runs_before);
+            }
+        }
+    }
+}
+
+/// An output of another tree, passed to a run on another stream: that tree's next run comes after it.
+fn of_another_tree<D: Device>(rig: &Rig<D>, in_place: bool) {
+    let d = &rig.device;
+    let (other, event) = (d.create_stream().unwrap(), d.create_event().unwrap());
+    let theirs = cudagraph_trees::GraphTrees::new(&rig.allocator).unwrap();
+    let kernels = rig.kernels.clone();
+    let g = theirs
+        .register(FunctionSpec::new("g"), move |rec, inputs| {
+            let (x, out) = (inputs.get(0)?, rec.alloc(1024)?);
+            let (to, from) = (out.ptr()?, x.ptr()?);
+            kernels.scale_add(rec.device(), rec.stream(), to, from, 256, 1.0, 1.0)?;
+            Ok(vec![out])
+        })
+        .unwrap();
+    let spec = FunctionSpec::new("f");
+    let spec = match in_place {
+        true => spec.static_input(0),
+        false => spec,
+    };
+    let f = rig.register(spec, |k, rec, inputs| {
+        Ok(vec![k.apply(rec, inputs.get(0)?, 10.0, 0.0)?])
+    });
+    for round in 0..8 {
+        let (x, later) = (rig.floats(&[round as f32; 256]), rig.floats(&[-100.0; 256]));
+        let run_theirs = |x: &Tensor<D>| {
+            let step = theirs.step();
+            let out = theirs.run(&g, &step, &[], &rig.stream, &mut [lend(x)]);
+            (out.unwrap().only().unwrap(), step)
+        };
+        let (y, their_step) = run_theirs(&x);
+        d.record(&event, &rig.stream).unwrap();
+        d.wait(&other, &event).unwrap();
+        let step = rig.trees.step();
+        let mut args = [if round % 4 == 3 {
+            give(y.clone())
+        } else {
+            lend(&y)
+        }];
+        let out = rig.trees.run(&f, &step, &[], &other, &mut args).unwrap();
+        // Dropped, or its step ended.
+        let held = (round % 2 == 0).then_some(y);
+        drop(their_step);
+        run_theirs(&later);
+        let got = out[0].read(d, &other).unwrap();
+        let want = [10.0 * (round as f32 + 1.0); 256]
+            .map(f32::to_le_bytes)
+            .concat();
+        assert_eq!(got, want, "round {round}, {:?}", out.phase());
+        drop(held);
+    }
+    d.synchronize_device().unwrap();
+}
+
+fn an_output_of_another_tree_is_read_before_it_goes<D: Device>(rig: Rig<D>) {
+    of_another_tree(&rig, false);
+    of_another_tree(&rig, true);
+    rig.finish();
+}
+
+#[test]
+fn an_output_of_another_tree_in_many_schedules() {
+    for seed in 0..32 {
+        let rig = Rig::new(HostDevice::builder().seed(seed).build().unwrap());
+        of_another_tree(&rig, seed % 2 == 1);
+    }
 }

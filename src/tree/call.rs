@@ -7,7 +7,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::args::{Arg, Inputs, Slot, Slots, Value};
-use super::function::{Body, Bound, BoundInput, FunctionState};
+use super::function::{Body, Bound, BoundInput, FunctionState, HeldBound};
 use super::node::{InputSpec, InputSpecs, OutputSlots, OutputSpec, OutputSpecs};
 use super::path::is_on_path;
 use super::recorder::{Recorder, Said};
@@ -17,6 +17,7 @@ use crate::device::{Code, Device, DeviceError, DevicePtr, GatherSlot};
 use crate::error::{Error, Phase, Result};
 use crate::pool::Allocation;
 use crate::storage::{Home, LiveMask, Storage, Tensor};
+use crate::sync::lock;
 
 /// One run, as its verbs hand it around.
 pub(super) struct Call<'c, 'a, D: Device> {
@@ -35,15 +36,28 @@ pub(super) struct Call<'c, 'a, D: Device> {
     pub(super) at: &'static Location<'static>,
 }
 
-impl<D: Device> Call<'_, '_, D> {
-    /// Notes that the call's stream uses its inputs: those of other streams may be dropped as soon as it has returned, and are not overwritten before they have
-    /// been read.
-    pub(super) fn note_uses(&self) {
-        for storage in self.args.iter().filter_map(|arg| arg.tensor()?.storage()) {
-            storage.used_by_run(self.stream);
+impl<D: Device> Inner<D> {
+    /// Notes that the call's stream uses its inputs, bound ones included: those of other streams, and of other trees, may be dropped as soon as it has returned, and are not
+    /// overwritten before they have been read.
+    pub(super) fn note_uses(&self, call: &Call<'_, '_, D>, bound: &HeldBound<D>) {
+        let passed = call.args.iter().filter_map(Arg::tensor);
+        for storage in passed.chain(bound.tensors()).filter_map(Tensor::storage) {
+            storage.used_by(call.stream, Some(&self.pool));
         }
     }
 
+    /// The same for what functions have allocated as their state: whatever function's it is, the closure may have used it.
+    pub(super) fn note_state(&self, stream: &D::Stream) {
+        lock(&self.made).retain(|made| {
+            made.upgrade().is_some_and(|storage| {
+                storage.used_by_run(stream);
+                storage.owners() > 0
+            })
+        });
+    }
+}
+
+impl<D: Device> Call<'_, '_, D> {
     /// Ends what was fed: the work that reads it has been enqueued, and may have been to write over it.
     pub(super) fn end_fed(&self) {
         self.fed.iter().for_each(|storage| self.end_one(storage));

@@ -14,7 +14,7 @@ use super::{Inner, State};
 use crate::allocator::PoolHandle;
 use crate::device::{Device, DevicePtr, GatherSlot};
 use crate::error::{Phase, Result};
-use crate::sync::{MutexGuard, lock};
+use crate::sync::MutexGuard;
 
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given inputs are as the closure
@@ -31,10 +31,10 @@ impl<D: Device> Inner<D> {
         // Before the wait, as in a warmup: what others drop meanwhile is free only after this run has read it.
         let _held = state.hold(call.args);
         // Not dropped under the lock.
-        let _bound = state.functions[call.function].hold_bound();
+        let bound = state.functions[call.function].hold_bound();
         let mut state = state;
         self.order(&mut state, call.stream)?;
-        call.note_uses();
+        self.note_uses(&call, &bound);
         let pool = self.allocator.default_pool();
         let inputs = self.inputs_for_eager(&state, &mut call, &pool)?;
         state.use_stream(call.stream);
@@ -45,12 +45,7 @@ impl<D: Device> Inner<D> {
             self.call_body(body, inputs, Phase::Eager, call.stream, route)
         });
         // State of whatever function may have been used, on another stream than the one it was made on.
-        lock(&self.made).retain(|made| {
-            made.upgrade().is_some_and(|storage| {
-                storage.used_by_run(call.stream);
-                storage.owners() > 0
-            })
-        });
+        self.note_state(call.stream);
         call.end_fed();
         state.drop_carried();
         let (outputs, said) = match outcome {

@@ -8,6 +8,7 @@
 
 use std::panic::Location;
 use std::slice;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use tracing::{debug, trace};
@@ -190,6 +191,9 @@ impl<D: Device> Inner<D> {
             return Err(Not::Known);
         }
         let stream_id = self.device.stream_id(stream);
+        if node.noted != stream_id {
+            return Err(Not::Known);
+        }
         for (index, (spec, arg)) in inputs.iter().zip(args).enumerate() {
             if let Some(tensor) = arg.tensor()
                 && (arg.is_given() || !tensor.is_settled())
@@ -198,8 +202,8 @@ impl<D: Device> Inner<D> {
             }
             compare(index, spec, arg, &on_path).map_err(Not::Fits)?;
             if let (InputSpec::Copied { .. }, Arg::Lend(tensor)) = (spec, arg) {
-                let elsewhere = tensor.storage().is_some_and(|s| s.is_elsewhere(stream_id));
-                if elsewhere || !self.allocator.reaches(tensor) {
+                let elsewhere = |s: &Arc<Storage<D>>| s.is_elsewhere(stream_id, &self.pool);
+                if tensor.storage().is_some_and(elsewhere) || !self.allocator.reaches(tensor) {
                     return Err(Not::Known);
                 }
                 sources.push(tensor.address());
@@ -225,6 +229,7 @@ impl<D: Device> Node<D> {
         !self.apart
             && self.consumed.is_empty()
             && self.values.is_empty()
+            && !self.inputs.iter().any(InputSpec::may_be_foreign)
             && !self.graph.baked.follows_launches()
             && self.outputs.iter().all(plain)
     }

@@ -516,13 +516,13 @@ impl<D: Device> FunctionState<D> {
     /// the caller's, is dropped without.
     pub(super) fn hold_bound(&self) -> HeldBound<D> {
         let mut held = HeldBound {
-            _tensors: Vec::new(),
+            tensors: Vec::new(),
             died: None,
         };
         for (position, bound) in &self.bound {
             let Bound::Tensor(weak) = bound else { continue };
             match weak.upgrade() {
-                Some(tensor) => held._tensors.push(tensor),
+                Some(tensor) => held.tensors.push(tensor),
                 None => held.died = held.died.or(Some(*position)),
             }
         }
@@ -551,9 +551,15 @@ impl<D: Device> FunctionState<D> {
 
 /// The bound tensors of a function, held. To be dropped when no lock is held.
 pub(super) struct HeldBound<D: Device> {
-    _tensors: Vec<Tensor<D>>,
+    tensors: Vec<Tensor<D>>,
     /// The position of the first that is gone.
     pub(super) died: Option<usize>,
+}
+
+impl<D: Device> HeldBound<D> {
+    pub(super) fn tensors(&self) -> &[Tensor<D>] {
+        &self.tensors
+    }
 }
 
 /// A bound input, alive for one call.

@@ -47,6 +47,8 @@ pub(super) struct Node<D: Device> {
     /// When it was used last, by the tree's count of recordings and replays.
     pub(super) used: u64,
     pub(super) id: NodeId,
+    /// The number of the stream on which it was noted last that what it has the addresses of is used: once is enough, for memory that it lives no longer than.
+    pub(super) noted: u32,
     /// Whether it may be replayed the fast way.
     pub(super) is_plain: bool,
     /// Whether an output is a bound input, which may die.
@@ -106,6 +108,13 @@ pub(super) enum InputSpec<D: Device> {
     Copied { bytes: u64, demoted: bool },
     /// A host value.
     Value(Value),
+}
+
+impl<D: Device> InputSpec<D> {
+    /// Whether it may be another tree's output, used in place: of that every use is noted.
+    pub(super) fn may_be_foreign(&self) -> bool {
+        matches!(self, InputSpec::Static { storage: None, .. })
+    }
 }
 
 /// What an output was at the recording.

@@ -98,11 +98,11 @@ impl<D: Device> Inner<D> {
         // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let held = state.hold(call.args);
         // The closure may see the last handle go: the graph reads them when it is launched. And they are not dropped under the lock.
-        let _bound = state.functions[call.function].hold_bound();
+        let bound = state.functions[call.function].hold_bound();
         let mut state = state;
         state.functions[call.function].bound_inputs()?;
         self.order(&mut state, call.stream)?;
-        call.note_uses();
+        self.note_uses(&call, &bound);
         // Before the new graph is made, so that there are never more than the budget says.
         let mut evicted = self.make_room(&mut state, 1);
         if let Err(error) = self.catch_up(&mut state, call.stream) {
@@ -116,6 +116,7 @@ impl<D: Device> Inner<D> {
         let (mut state, recorded) = self.capture(state, &mut call, &before, reason, out);
         match recorded {
             Ok(()) => {
+                self.note_state(call.stream);
                 self.give_up(&mut call);
                 evicted.extend(self.make_room(&mut state, 0));
                 drop(state);
@@ -543,6 +544,7 @@ impl<D: Device> Inner<D> {
                 .iter()
                 .map(|slot| slot.dst.0..slot.dst.0 + slot.bytes)
                 .collect(),
+            noted: self.device.stream_id(call.stream),
             is_plain: false,
         });
         state.nodes[node].is_plain = state.nodes[node].may_be_fast();

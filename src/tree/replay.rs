@@ -7,7 +7,7 @@ use tracing::trace;
 
 use super::args::Arg;
 use super::call::Call;
-use super::node::{Consumed, Launchable, OutputSpec};
+use super::node::{Consumed, InputSpec, Launchable, OutputSpec};
 use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::{Inner, NodeKey, State};
@@ -184,15 +184,26 @@ impl<D: Device> Inner<D> {
         key: NodeKey,
         call: &Call<'_, '_, D>,
     ) -> Result<()> {
+        let stream_id = self.device.stream_id(call.stream);
+        let node = &mut state.nodes[key];
+        if node.noted != stream_id || node.inputs.iter().any(InputSpec::may_be_foreign) {
+            node.noted = stream_id;
+            let bound = state.functions[call.function].hold_bound();
+            self.note_uses(call, &bound);
+            self.note_state(call.stream);
+            // One of them may be nobody else's by now.
+            self.bury(state, bound);
+        }
         let State { nodes, sources, .. } = state;
         sources.clear();
-        let stream_id = self.allocator.device().stream_id(call.stream);
         for index in &nodes[key].copied {
             let index = *index as usize;
             if let Some(tensor) = call.args[index].tensor() {
                 self.refuse_input(call.name, index, tensor)?;
-                if tensor.storage().is_some_and(|s| s.is_elsewhere(stream_id)) {
-                    call.note_uses();
+                if let Some(storage) = tensor.storage()
+                    && storage.is_elsewhere(stream_id, &self.pool)
+                {
+                    storage.used_by(call.stream, Some(&self.pool));
                 }
                 sources.push(tensor.address());
             }

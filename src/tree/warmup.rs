@@ -28,13 +28,13 @@ impl<D: Device> Inner<D> {
         let _entered = span.enter();
         // The closure may see the last handle go: what it enqueued reads them until it has been joined.
         // And they are not dropped under the lock.
-        let _bound = state.functions[call.function].hold_bound();
+        let bound = state.functions[call.function].hold_bound();
         let mut state = state;
         state.functions[call.function].bound_inputs()?;
         // Before the wait: what is dropped from here on is free only after this run, so that its user's work is waited for by the next.
         let _held = state.hold(call.args);
         self.order(&mut state, call.stream)?;
-        call.note_uses();
+        self.note_uses(&call, &bound);
         self.catch_up(&mut state, call.stream)?;
         self.follow(call.stream, &self.stream)?;
         state.use_stream(call.stream);
@@ -83,6 +83,7 @@ impl<D: Device> Inner<D> {
         }
         // Whatever came of it, the caller's next work comes after what was enqueued, and after what died of it.
         let joined = self.join(call.stream);
+        self.note_state(call.stream);
         for given in &given {
             given.storage.hand_over(call.stream);
         }
