@@ -91,7 +91,7 @@ impl Generations {
 
 /// The token of a generation.
 ///
-/// While it lives, outputs made with it that are held are never overwritten. From the first run after it was dropped, reading
+/// While it lives, outputs made with it that are held are never overwritten. (An input that is passed through keeps the step it was made in.) From the first run after it was dropped, reading
 /// them is [`Error::Stale`](crate::Error::Stale); that run itself may still take them as inputs, so what goes from step to step needs no old token. (Other runs of
 /// that step may not: who feeds several keeps the old token until the last.)
 #[must_use = "a generation ends when its token is dropped"]

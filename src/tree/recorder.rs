@@ -78,7 +78,7 @@ impl<'a, D: Device> Recorder<'a, D> {
         self.allocator.alloc_pinned(bytes)
     }
 
-    /// Returns a host value beside the tensors, for [`Outputs::value`](crate::Outputs::value): a size, a flag, whatever goes with the outputs. A replay gives
+    /// Returns a host value beside the tensors (of the body of an if, which is called once for the graph, whatever the predicate says then), for [`Outputs::value`](crate::Outputs::value): a size, a flag, whatever goes with the outputs. A replay gives
     /// what the recording gave.
     pub fn return_value(&mut self, value: Value) {
         self.said.values.push(value);
