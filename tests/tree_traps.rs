@@ -353,7 +353,7 @@ fn baked_and_dropped<D: Device>(rig: &Rig<D>, kind: Baked, runs_before: usize) {
         (out, step)
     };
     for _ in 0..runs_before {
-        run(&rig.stream);
+        drop(run(&rig.stream));
     }
     d.record(&event, &rig.stream).unwrap();
     d.wait(&other, &event).unwrap();
@@ -430,7 +430,7 @@ fn of_another_tree<D: Device>(rig: &Rig<D>, in_place: bool) {
         // Dropped, or its step ended.
         let held = (round % 2 == 0).then_some(y);
         drop(their_step);
-        run_theirs(&later);
+        drop(run_theirs(&later));
         let got = out[0].read(d, &other).unwrap();
         let want = [10.0 * (round as f32 + 1.0); 256]
             .map(f32::to_le_bytes)
