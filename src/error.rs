@@ -109,7 +109,7 @@ pub enum Error {
     },
 
     /// Memory can be given back only while nothing captures.
-    #[error("{captures} capture(s) underway: end them first, then trim")]
+    #[error("{captures} capture(s) underway, of this thread or others: trim when they have ended")]
     CaptureUnderway {
         /// How many.
         captures: usize,
