@@ -220,7 +220,7 @@ impl<D: Device> GraphTrees<D> {
     /// same work each time for the same key and inputs of the same lengths; a replay repeats what the recording did.
     ///
     /// # Errors
-    /// [`Error::Inputs`] where a position is bound twice, or bound and declared static, or beyond the [number of inputs](FunctionSpec::inputs), or a bound tensor is an output of this tree; [`Error::ForeignTensor`] where it is of another device;
+    /// [`Error::Inputs`] where a position is bound twice, or bound and declared static, or beyond the [number of inputs](FunctionSpec::inputs), or a bound tensor is an output of a tree; [`Error::ForeignTensor`] where it is of another device;
     /// [`Error::StaticDied`] where it is gone; [`Error::ShutDown`].
     pub fn register<F>(&self, spec: FunctionSpec<D>, body: F) -> Result<Function>
     where

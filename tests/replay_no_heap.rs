@@ -233,3 +233,35 @@ fn run_into_with_many_outputs() {
     drop((out, x, step));
     rig.finish();
 }
+
+/// A node that is replayed on one stream and on another in turn: what it has the addresses of is noted anew each time.
+#[test]
+fn streams_in_turn() {
+    use cudagraph_trees::device::Device;
+    let rig = Rig::new(HostDevice::new());
+    let other = rig.device.create_stream().unwrap();
+    let f = rig.register(FunctionSpec::new("f").static_input(0), |k, rec, inputs| {
+        Ok(vec![k.apply(rec, inputs.get(0)?, 2.0, 1.0)?])
+    });
+    let x = rig.floats(&[1.0, 2.0]);
+    rig.device.synchronize(&rig.stream).unwrap();
+    let (mut turns, mut out) = (0, Outputs::new());
+    warm(&rig, || {
+        for stream in [&rig.stream, &other] {
+            let step = rig.trees.step();
+            let args = &mut [lend(&x)];
+            rig.trees
+                .run_into(&f, &step, &[], stream, args, &mut out)
+                .unwrap();
+            turns += 1;
+        }
+        out.phase()
+    });
+    assert!(turns > 4);
+    assert_eq!(
+        out[0].read(&rig.device, &other).unwrap(),
+        [3.0f32, 5.0].map(f32::to_le_bytes).concat()
+    );
+    drop((x, out));
+    rig.finish();
+}

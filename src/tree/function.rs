@@ -222,7 +222,7 @@ impl<D: Device> FunctionSpec<D> {
         self
     }
 
-    /// The input at `position` is this tensor, in every call: static, and not passed to `run`, which then costs nothing for it. Held weakly: who
+    /// The input at `position` is this tensor, in every call (of memory outside of trees: outputs are passed to `run`): static, and not passed to `run`, which then costs nothing for it. Held weakly: who
     /// binds it keeps it. Positions, here and in the other methods, count all inputs as the closure sees them, bound and passed; a function with bound inputs after the passed
     /// ones needs no renumbering. The tensor is used where it lies, whatever [`align`](FunctionSpec::align) says, and may be
     /// [written](FunctionSpec::mutates); it does not move.

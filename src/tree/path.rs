@@ -279,7 +279,7 @@ impl<D: Device> State<D> {
             if self.path.iter().any(holds) || self.carried.iter().any(holds) {
                 fed = self.retire_held(&ended, taken, by, at);
             }
-            // A fresh look: what is held is looked at once, what is dead may go.
+            // What this call takes is held still, and stays.
             while self.tip_is_dead() && self.path.last().is_some_and(ended) {
                 self.cut_tip();
             }

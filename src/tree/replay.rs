@@ -191,8 +191,10 @@ impl<D: Device> Inner<D> {
             let bound = state.functions[call.function].hold_bound();
             self.note_uses(call, &bound);
             self.note_state(call.stream);
-            // One of them may be nobody else's by now.
-            self.bury(state, bound);
+            if !bound.tensors().is_empty() {
+                // One of them may be nobody else's by now.
+                self.bury(state, bound);
+            }
         }
         let State { nodes, sources, .. } = state;
         sources.clear();
