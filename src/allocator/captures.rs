@@ -157,7 +157,7 @@ impl<D: Device> Allocator<D> {
             return Baked::default();
         };
         let mut ended = books.captures.remove(at);
-        for (pool, block) in ended.made.drain(..) {
+        for &(pool, block) in &ended.made {
             if books
                 .pools
                 .get(pool)
@@ -169,6 +169,7 @@ impl<D: Device> Allocator<D> {
             }
         }
         // Its room is the next capture's.
+        ended.made.clear();
         books.spare_made = ended.made;
         books.free_deferred(&self.shared.device);
         let mut pins = Pins::default();
@@ -185,7 +186,10 @@ impl<D: Device> Allocator<D> {
             key,
             id: books.pools[key].id,
         };
-        let pools = ended.pools.into_iter().map(handle).collect();
+        let pools = match ended.pools.is_empty() {
+            true => Vec::new(),
+            false => ended.pools.into_iter().map(handle).collect(),
+        };
         // Pinned blocks are locked before the books.
         drop(books);
         Baked {

@@ -176,6 +176,9 @@ impl<D: Device> Books<D> {
 
     /// Frees what a call's closure has kept from its own reuse.
     pub(super) fn closure_returned(&mut self, device: &D, call: u64) {
+        if self.deferred.is_empty() {
+            return;
+        }
         let kept = |d: &mut Deferred<D>| matches!(d.until, Until::Returned(c) if c == call);
         let freed: Vec<_> = self.deferred.extract_if(.., kept).collect();
         for d in freed {

@@ -345,6 +345,10 @@ impl<T: Cell> Pages<T> {
     /// Gives an entry that has none a page of unused cells.
     #[cold]
     fn grow(&mut self, entry: usize) {
+        debug_assert!(
+            entry == 0 || self.table.get(entry - 1).is_some_and(|&page| page != NONE),
+            "slots are made in order, and so are pages: a save stops at the first entry without one"
+        );
         while self.table.len() <= entry {
             self.table.extend_from_slice(&[NONE; RUN]);
             self.base.push(NONE);
@@ -382,10 +386,9 @@ impl<T: Cell> Pages<T> {
     /// One less names a run. O(1), and for the last O([`RUN`]).
     fn release_run(&mut self, run: u32) {
         if self.runs.release(run) {
-            for page in self.runs.all[run as usize] {
-                if page != NONE {
-                    self.pages.release(page);
-                }
+            let pages = self.runs.all[run as usize].into_iter();
+            for page in pages.take_while(|&page| page != NONE) {
+                self.pages.release(page);
             }
         }
     }
@@ -402,11 +405,13 @@ impl<T: Cell> Pages<T> {
             let mut run = NO_RUN;
             let entries = &mut self.table[at * RUN..(at + 1) * RUN];
             for (saved, entry) in run.iter_mut().zip(entries) {
-                if *entry != NONE {
-                    *entry &= !OWNED;
-                    *saved = *entry;
-                    self.pages.hold(*entry);
+                if *entry == NONE {
+                    // Nor has any behind it one.
+                    break;
                 }
+                *entry &= !OWNED;
+                *saved = *entry;
+                self.pages.hold(*entry);
             }
             self.base[at] = self.runs.add(run);
             self.changed[at] = 0;

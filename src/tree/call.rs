@@ -84,6 +84,21 @@ pub(super) struct Placed<D: Device> {
     pub(super) given: SmallVec<[(usize, usize); 2]>,
 }
 
+impl<D: Device> Placed<D> {
+    /// Of none of `inputs` inputs yet.
+    pub(super) fn new(inputs: usize) -> Self {
+        Placed {
+            specs: InputSpecs::with_capacity(inputs),
+            gather: Vec::new(),
+            sources: Vec::new(),
+            given: SmallVec::new(),
+        }
+    }
+}
+
+/// Storages whose blocks were freed for a closure, each with the block it had.
+pub(super) type Lent<D> = Vec<(Arc<Storage<D>>, Allocation)>;
+
 /// An output of the path that went into the closure's hands: what it takes to bring it back if the recording is undone.
 pub(super) struct Given<D: Device> {
     pub(super) input: usize,
@@ -98,7 +113,7 @@ pub(super) struct Given<D: Device> {
 /// What came of a closure.
 pub(super) enum Outcome<D: Device> {
     Returned(Vec<Tensor<D>>, Said),
-    Failed(Error, Blame),
+    Failed(Box<(Error, Blame)>),
     Panicked(Box<dyn Any + Send>),
 }
 
@@ -121,6 +136,17 @@ pub(super) struct Sorted<D: Device> {
     pub(super) first: SmallVec<[usize; 4]>,
 }
 
+impl<D: Device> Sorted<D> {
+    /// Of none of `outputs` outputs yet.
+    pub(super) fn new(outputs: usize) -> Self {
+        Sorted {
+            specs: OutputSpecs::with_capacity(outputs),
+            slots: OutputSlots::new(),
+            first: SmallVec::new(),
+        }
+    }
+}
+
 impl<D: Device> Inner<D> {
     /// Classifies the inputs, and allocates the places of the copied ones; what the closure gets, by position, without what is given of the path.
     /// On an error nothing has changed.
@@ -129,17 +155,12 @@ impl<D: Device> Inner<D> {
         state: &State<D>,
         call: &Call<'_, '_, D>,
         route: &RouteGuard<D>,
-    ) -> Result<(Placed<D>, Inputs<D>)> {
+        placed: &mut Placed<D>,
+    ) -> Result<Inputs<D>> {
         let function = &state.functions[call.function];
         let bound = function.bound_inputs()?;
         all_bound_fit(call.name, &bound, call.args.len())?;
         let mut slots = Slots::with_capacity(call.args.len() + bound.len());
-        let mut placed = Placed {
-            specs: InputSpecs::with_capacity(call.args.len()),
-            gather: Vec::new(),
-            sources: Vec::new(),
-            given: SmallVec::new(),
-        };
         for (index, arg) in call.args.iter().enumerate() {
             let (spec, slot) = match arg {
                 Arg::Value(value) => (
@@ -148,10 +169,10 @@ impl<D: Device> Inner<D> {
                 ),
                 Arg::Taken => return Err(taken(call.name, index)),
                 Arg::Lend(tensor) => {
-                    self.place_tensor(state, call, index, tensor, &mut placed, route)?
+                    self.place_tensor(state, call, index, tensor, placed, route)?
                 }
                 Arg::Give(tensor) => {
-                    self.place_tensor(state, call, index, tensor, &mut placed, route)?
+                    self.place_tensor(state, call, index, tensor, placed, route)?
                 }
             };
             if slot.is_none() {
@@ -160,7 +181,7 @@ impl<D: Device> Inner<D> {
             placed.specs.push(spec);
             slots.push(slot.unwrap_or(Slot::Taken));
         }
-        Ok((placed, Inputs::new(slots, bound)))
+        Ok(Inputs::new(slots, bound))
     }
 
     /// Copies the moving inputs to their places, as one piece of work on the tree's stream.
@@ -174,7 +195,10 @@ impl<D: Device> Inner<D> {
     }
 
     /// Frees the blocks of what was fed and has been copied in: the closure may use that memory. Each, with the block it had.
-    pub(super) fn lend_fed(&self, call: &Call<'_, '_, D>) -> Vec<(Arc<Storage<D>>, Allocation)> {
+    pub(super) fn lend_fed(&self, call: &Call<'_, '_, D>) -> Lent<D> {
+        if call.fed.is_empty() {
+            return Lent::new();
+        }
         let disown = |storage: &Arc<Storage<D>>| Some((storage.clone(), storage.disown()?));
         let lent: Vec<_> = call.fed.iter().filter_map(disown).collect();
         for (_, block) in &lent {
@@ -184,7 +208,6 @@ impl<D: Device> Inner<D> {
     }
 
     /// Refuses inputs of another device. Before anything is enqueued for them.
-    #[cold]
     pub(super) fn refuse_foreign(&self, name: &Arc<str>, args: &[Arg<'_, D>]) -> Result<()> {
         let mut tensors = args.iter().enumerate();
         tensors.try_for_each(|(index, arg)| match arg.tensor() {
@@ -223,6 +246,9 @@ impl<D: Device> Inner<D> {
         mut inputs: Inputs<D>,
         given: &[(usize, usize)],
     ) -> (Inputs<D>, Vec<Given<D>>) {
+        if given.is_empty() {
+            return (inputs, Vec::new());
+        }
         let hand = |&(index, position): &(usize, usize)| {
             let tensor = call.args[index].take()?;
             let storage = tensor.storage()?.clone();
@@ -322,7 +348,7 @@ impl<D: Device> Inner<D> {
                     source,
                 };
                 let blame = (phase == Phase::Record).then(|| Blame::of(&error));
-                Outcome::Failed(error, blame.unwrap_or_default())
+                Outcome::Failed(Box::new((error, blame.unwrap_or_default())))
             }
         };
         let outcome = catch_unwind(AssertUnwindSafe(call));
@@ -337,22 +363,15 @@ impl<D: Device> Inner<D> {
         call: &Call<'_, '_, D>,
         phase: Phase,
         inputs: &mut [InputSpec<D>],
-        outputs: &[Tensor<D>],
-        born: &[Arc<Storage<D>>],
-    ) -> Result<Sorted<D>> {
-        let mut sorted = Sorted {
-            specs: OutputSpecs::with_capacity(outputs.len()),
-            slots: OutputSlots::new(),
-            first: SmallVec::new(),
-        };
+        (born, outputs): (&[Arc<Storage<D>>], &[Tensor<D>]),
+        sorted: &mut Sorted<D>,
+    ) -> Result<()> {
         self.check_outputs(call.name, outputs)?;
         for (index, output) in outputs.iter().enumerate() {
-            let spec =
-                self.sort_output(function, call, inputs, output, index, born, &mut sorted)?;
+            let spec = self.sort_output(function, call, inputs, output, index, born, sorted)?;
             sorted.specs.push(spec);
         }
-        self.no_survivors(call.name, phase, &sorted, born)?;
-        Ok(sorted)
+        self.no_survivors(call.name, phase, sorted, born)
     }
 
     #[allow(clippy::too_many_arguments)] // one call site, where all of them are at hand
@@ -465,6 +484,7 @@ impl<D: Device> Inner<D> {
     }
 
     /// Ends whatever a failed call still holds of the pool.
+    #[cold]
     pub(super) fn drop_survivors(&self, call: &Call<'_, '_, D>, born: &[Arc<Storage<D>>]) {
         for storage in born {
             storage.invalidate(call.name, call.at);
@@ -506,6 +526,7 @@ impl<D: Device> Inner<D> {
     }
 
     /// Lets go of what a closure returned, where nothing comes of it: what is of the tree's pool dies at once, the rest when the lock is free.
+    #[cold]
     pub(super) fn let_go(
         &self,
         state: &mut State<D>,
@@ -596,6 +617,7 @@ pub(super) fn drop_given<D: Device>(args: &mut [Arg<'_, D>]) {
     args.iter_mut().for_each(|arg| drop(arg.take()));
 }
 
+#[cold]
 pub(super) fn taken(function: &Arc<str>, index: usize) -> Error {
     inputs_error(
         function,
@@ -603,6 +625,7 @@ pub(super) fn taken(function: &Arc<str>, index: usize) -> Error {
     )
 }
 
+#[cold]
 pub(super) fn inputs_error(function: &Arc<str>, detail: String) -> Error {
     Error::Inputs {
         function: function.clone(),

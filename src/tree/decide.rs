@@ -162,6 +162,7 @@ impl<D: Device> State<D> {
     }
 
     /// An input that the function writes, and that it would get a copy of.
+    #[inline(never)] // asked only of functions that write
     fn mutated_copy(&self, function: &FunctionState<D>, args: &[Arg<'_, D>]) -> Option<usize> {
         let written = |index: &usize| {
             let position = function.position(*index);
@@ -188,6 +189,7 @@ impl<D: Device> State<D> {
 
     /// Follows the function's policy for inputs that move, where one of the recordings is of the same inputs but for moves: then it is recorded on account of
     /// the first of them, with `demoted` copied, or what the policy says is done instead.
+    #[cold]
     fn on_move(
         &self,
         function: FunctionKey,
@@ -324,6 +326,7 @@ impl<D: Device> State<D> {
     }
 
     /// The first recording of a variant, wherever in the tree, that writes over nothing that is held: it may be replayed although the path is another.
+    #[cold]
     fn admitted_apart(
         &self,
         function: FunctionKey,
@@ -364,6 +367,7 @@ impl<D: Device> State<D> {
     }
 
     /// Whether a child of the tip would write over something that is held and that its masks do not speak of.
+    #[inline]
     fn overwrites_others(
         &self,
         key: NodeKey,
@@ -412,15 +416,27 @@ impl<D: Device> Inner<D> {
             && f.advised & kind.bit() == 0
         {
             f.advised |= kind.bit();
-            let text = format!("{} runs eagerly: {reason}; {what_to_do}", f.name);
-            tracing::warn!(function = %f.name, "{text}");
-            state.advice.push(Advice {
-                function: f.name.to_string(),
-                reason,
-                text,
-            });
-            raise(&self.untidy);
+            self.advise(state, function, reason, what_to_do);
         }
+    }
+
+    #[cold]
+    fn advise(
+        &self,
+        state: &mut State<D>,
+        function: FunctionKey,
+        reason: Reason,
+        what_to_do: &str,
+    ) {
+        let name = &state.functions[function].name;
+        let text = format!("{name} runs eagerly: {reason}; {what_to_do}");
+        tracing::warn!(function = %name, "{text}");
+        state.advice.push(Advice {
+            function: name.to_string(),
+            reason,
+            text,
+        });
+        raise(&self.untidy);
     }
 }
 

@@ -19,6 +19,7 @@ use crate::sync::MutexGuard;
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given inputs are as the closure
     /// left them.
+    #[inline(never)]
     pub(super) fn eager<'s>(
         &'s self,
         state: MutexGuard<'s, State<D>>,
@@ -50,7 +51,7 @@ impl<D: Device> Inner<D> {
         state.drop_carried();
         let (outputs, said) = match outcome {
             Outcome::Returned(outputs, said) => (outputs, said),
-            Outcome::Failed(error, _) => return Err(error),
+            Outcome::Failed(failed) => return Err(failed.0),
             Outcome::Panicked(panic) => {
                 drop(state);
                 std::panic::resume_unwind(panic);

@@ -452,18 +452,22 @@ impl<D: Device> FunctionState<D> {
     }
 
     /// Refuses a call with another number of inputs than is declared. Asked of calls that are no replays: what is recorded has the right number.
-    #[cold]
     pub(super) fn takes(&self, passed: usize) -> Result<()> {
-        let (bound, total) = (self.bound.len(), passed + self.bound.len());
         match self.settings.inputs {
-            Some(declared) if declared != total => {
-                let detail = format!(
-                    "the run passes {passed} inputs and {bound} are bound, {total} in all; the function is declared to take {declared}"
-                );
-                Err(inputs_error(&self.name, detail))
+            Some(declared) if declared != passed + self.bound.len() => {
+                Err(self.miscounted(passed, declared))
             }
             _ => Ok(()),
         }
+    }
+
+    #[cold]
+    fn miscounted(&self, passed: usize, declared: usize) -> Error {
+        let (bound, total) = (self.bound.len(), passed + self.bound.len());
+        let detail = format!(
+            "the run passes {passed} inputs and {bound} are bound, {total} in all; the function is declared to take {declared}"
+        );
+        inputs_error(&self.name, detail)
     }
 
     /// Refuses a key's first run where a position is declared that it does not have: a slip there would be a lost write, or a copy where none was wanted.
@@ -514,11 +518,19 @@ impl<D: Device> FunctionState<D> {
 
     /// Takes hold of the bound tensors that are alive. Whoever upgrades one under the lock has this besides: so its last handle, and with it a keeper of
     /// the caller's, is dropped without.
+    #[inline]
     pub(super) fn hold_bound(&self) -> HeldBound<D> {
-        let mut held = HeldBound {
+        let held = HeldBound {
             tensors: Vec::new(),
             died: None,
         };
+        match self.bound.is_empty() {
+            true => held,
+            false => self.hold_all(held),
+        }
+    }
+
+    fn hold_all(&self, mut held: HeldBound<D>) -> HeldBound<D> {
         for (position, bound) in &self.bound {
             let Bound::Tensor(weak) = bound else { continue };
             match weak.upgrade() {
@@ -530,7 +542,15 @@ impl<D: Device> FunctionState<D> {
     }
 
     /// The bound inputs, alive.
+    #[inline]
     pub(super) fn bound_inputs(&self) -> Result<Vec<(usize, BoundInput<D>)>> {
+        match self.bound.is_empty() {
+            true => Ok(Vec::new()),
+            false => self.upgrade_bound(),
+        }
+    }
+
+    fn upgrade_bound(&self) -> Result<Vec<(usize, BoundInput<D>)>> {
         self.bound
             .iter()
             .map(|(position, bound)| {

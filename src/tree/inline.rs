@@ -60,6 +60,7 @@ impl<D: Device> Inner<D> {
 
     /// Runs a function inside the capture that the stream takes part in. An error leaves tree and given inputs as they were; what the closure had
     /// enqueued stays in the capture.
+    #[inline(never)]
     pub(super) fn inline<'s>(
         &'s self,
         state: MutexGuard<'s, State<D>>,
@@ -86,7 +87,7 @@ impl<D: Device> Inner<D> {
         lock(&self.inlined).keep(&pool, stream, &born, at);
         let (outputs, said) = match outcome {
             Outcome::Returned(outputs, said) => (outputs, said),
-            Outcome::Failed(error, _) => return Err(error),
+            Outcome::Failed(failed) => return Err(failed.0),
             Outcome::Panicked(panic) => {
                 drop(state);
                 std::panic::resume_unwind(panic);

@@ -14,6 +14,7 @@ use crate::storage::{Storage, Tensor};
 
 impl<D: Device> Inner<D> {
     /// Moves out what is held of ended generations, except what this call alone holds and gives up. An error has changed nothing.
+    #[cold]
     pub(super) fn keep_held(
         &self,
         state: &mut State<D>,

@@ -128,6 +128,9 @@ impl<D: Device> State<D> {
                 .count() as u64
         };
         let mut handles = Vec::new();
+        if self.path.is_empty() && self.carried.is_empty() {
+            return handles;
+        }
         for storage in self.all_held() {
             let owners = storage.owners();
             if owners > 0 && owners <= given(storage) {

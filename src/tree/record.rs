@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use tracing::{debug_span, warn};
 
 use super::args::{Arg, Value};
-use super::call::{Blame, Call, Given, Outcome, Placed, Sorted, given_in};
+use super::call::{Blame, Call, Given, Lent, Outcome, Placed, Sorted, given_in};
 use super::function::Never;
 use super::node::{
     Consumed, DeadBits, Footprint, InputSpec, Launchable, Node, NodeId, OutputSpec, footprint,
@@ -19,8 +19,8 @@ use super::outputs::Outputs;
 use super::path::{Entry, Run};
 use super::reason::Reason;
 use super::{Inner, State};
-use crate::allocator::Claim;
-use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, relaxed};
+use crate::allocator::{Baked, Claim};
+use crate::device::{Bare, Broke, CaptureMode, Code, Device, DeviceError, GraphInfo, relaxed};
 use crate::error::{Error, Phase, Result};
 use crate::pool::{Allocation, Tag};
 use crate::storage::{Storage, Tensor};
@@ -35,11 +35,37 @@ pub(super) struct Failure {
 }
 
 impl From<DeviceError> for Failure {
+    #[cold]
     fn from(error: DeviceError) -> Self {
         Failure {
             first: first_of(&error),
             text: error.to_string(),
         }
+    }
+}
+
+impl From<DeviceError> for Box<Undone> {
+    #[cold]
+    fn from(error: DeviceError) -> Self {
+        Box::new(Undone::Capture(error.into()))
+    }
+}
+
+impl Undone {
+    #[cold]
+    fn call(error: impl Into<Error>) -> Box<Self> {
+        Box::new(Undone::Call(error.into()))
+    }
+
+    /// Why a graph of such nodes is not kept.
+    #[cold]
+    fn of(info: GraphInfo) -> Box<Self> {
+        Box::new(if info.memory > 0 {
+            let text = Error::MemoryNodes(info).to_string();
+            Undone::Capture(Failure { text, first: None })
+        } else {
+            Undone::Never(Never::TooSmall)
+        })
     }
 }
 
@@ -70,17 +96,27 @@ enum Undone {
     Panic(Box<dyn std::any::Any + Send>, Option<DeviceError>),
 }
 
-/// What there is between the closure's return and the node: the graph, and what the outputs are.
-type Finished<D> = (Launchable<D>, Sorted<D>);
-
 /// A graph that was captured and launched, and what there is to say of it.
 struct Recorded<D: Device> {
     graph: Launchable<D>,
     placed: Placed<D>,
     sorted: Sorted<D>,
-    given: Vec<Given<D>>,
     outputs: Vec<Tensor<D>>,
     footprint: Footprint,
+    values: Vec<Value>,
+    /// What [`deaths`](Inner::deaths) says.
+    deaths: Deaths<D>,
+}
+
+/// What died before and during a recording.
+type Deaths<D> = (Box<[DeadBits]>, Box<[Consumed<D>]>);
+
+/// What a recording that comes to nothing has in its hands.
+struct Loose<D: Device> {
+    given: Vec<Given<D>>,
+    lent: Lent<D>,
+    born: Vec<Arc<Storage<D>>>,
+    outputs: Vec<Tensor<D>>,
     values: Vec<Value>,
 }
 
@@ -123,35 +159,53 @@ impl<D: Device> Inner<D> {
                 drop(evicted);
                 Ok(())
             }
-            Err(Undone::Call(error)) => Err(error),
-            Err(Undone::Discarded) => {
-                drop((entered, held));
-                self.fall_back(state, call, reason, Reason::Discarded, out)
+            Err(undone) => {
+                drop(entered);
+                self.not_recorded(state, call, reason, *undone, held, out)
             }
-            Err(Undone::Never(never)) => {
-                state.functions[call.function].variants[call.variant].never = Some(never);
-                drop((entered, held));
-                self.fall_back(state, call, reason, never.into(), out)
+        }
+    }
+
+    /// What becomes of a call whose recording was undone.
+    #[cold]
+    fn not_recorded<'s>(
+        &'s self,
+        mut state: MutexGuard<'s, State<D>>,
+        call: Call<'_, '_, D>,
+        recorded: Reason,
+        undone: Undone,
+        held: Vec<Tensor<D>>,
+        out: &mut Outputs<D>,
+    ) -> Result<()> {
+        let function = &mut state.functions[call.function];
+        let reason = match undone {
+            Undone::Call(error) => return Err(error),
+            Undone::Discarded => Reason::Discarded,
+            Undone::Never(never) => {
+                function.variants[call.variant].never = Some(never);
+                never.into()
             }
-            Err(Undone::Panic(panic, broken)) => {
+            Undone::Panic(panic, broken) => {
                 if let Some(broken) = broken {
                     state.last_failure = Some(broken.into());
                 }
                 drop(state);
                 std::panic::resume_unwind(panic);
             }
-            Err(Undone::Capture(failure)) => {
+            Undone::Capture(failure) => {
                 warn!(function = %call.name, %failure, "the capture failed; the call is answered eagerly");
+                function.variants[call.variant].capture_failed();
                 state.counts.failed_captures += 1;
-                state.functions[call.function].variants[call.variant].capture_failed();
                 state.last_failure = Some(failure);
-                drop((entered, held));
-                self.fall_back(state, call, reason, Reason::CaptureFailed, out)
+                Reason::CaptureFailed
             }
-        }
+        };
+        drop(held);
+        self.fall_back(state, call, recorded, reason, out)
     }
 
     /// Answers a call eagerly that was to be recorded on account of `recorded`, unless the reason why it is not is refused.
+    #[cold]
     fn fall_back<'s>(
         &'s self,
         mut state: MutexGuard<'s, State<D>>,
@@ -178,99 +232,164 @@ impl<D: Device> Inner<D> {
         before: &[SmallVec<[u64; 2]>],
         reason: Reason,
         out: &mut Outputs<D>,
-    ) -> (MutexGuard<'s, State<D>>, Result<(), Undone>) {
+    ) -> (MutexGuard<'s, State<D>>, Result<(), Box<Undone>>) {
         let device = self.allocator.device();
         let room = std::mem::take(&mut state.born);
         let (serial, route) = self
             .allocator
             .enter_recording(&self.stream, &self.pool, room);
         if let Err(error) = device.begin_capture(&self.stream, CaptureMode::ThreadLocal) {
-            self.allocator
-                .leave_capture(serial, Some((&self.pool, &[])));
-            return (state, Err(Undone::Capture(error.into())));
+            return (state, Err(self.not_begun(serial, error)));
         }
-        let (mut placed, inputs) = match self.place(&state, call, &route) {
-            Ok(placed) => placed,
-            Err(error) => {
+        let mut placed = Placed::new(call.args.len());
+        let entered = self.place(&state, call, &route, &mut placed);
+        let entered = entered.map_err(Undone::call).and_then(|inputs| {
+            self.copy_in(&placed)?;
+            Ok(inputs)
+        });
+        let inputs = match entered {
+            Ok(inputs) => inputs,
+            Err(undone) => {
                 self.abandon(&mut state, serial);
-                return (state, Err(Undone::Call(error)));
+                return (state, Err(undone));
             }
         };
-        if let Err(error) = self.copy_in(&placed) {
-            self.abandon(&mut state, serial);
-            return (state, Err(Undone::Capture(error.into())));
-        }
         let lent = self.lend_fed(call);
         let body = state.functions[call.function].body.clone();
         let (inputs, given) = self.hand_in(call, inputs, &placed.given);
-        let (mut state, (outcome, mut storages)) = self.unlocked(state, || {
+        let (mut state, (outcome, mut born)) = self.unlocked(state, || {
             let body = (call.name, &body);
             self.call_body(body, inputs, Phase::Record, &self.stream, route)
         });
-        let (mut values, mut returned) = (Vec::new(), Vec::new());
-        let ended = match outcome {
-            Outcome::Returned(outputs, said) => {
-                (values, returned) = (said.values, outputs);
-                if said.discard {
-                    match self.abandon(&mut state, serial) {
-                        Some(broken) => Err(Undone::Capture(broken.into())),
-                        None => Err(Undone::Discarded),
-                    }
-                } else {
-                    self.finish(&mut state, call, &mut placed, &storages, &returned, serial)
-                }
+        let (outputs, said) = match outcome {
+            Outcome::Returned(outputs, said) => (outputs, said),
+            outcome => {
+                let undone = self.not_returned(&mut state, outcome, serial);
+                let loose = Loose {
+                    given,
+                    lent,
+                    born,
+                    outputs: Vec::new(),
+                    values: Vec::new(),
+                };
+                let undone = self.undo(&mut state, call, loose, undone);
+                return (state, Err(undone));
             }
-            Outcome::Failed(error, blame) if blame.not_capturable => {
-                self.abandon(&mut state, serial);
-                self.bury(&mut state, error);
-                Err(Undone::Never(Never::NotCapturable))
+        };
+        let mut sorted = Sorted::new(outputs.len());
+        let finished = if said.discard {
+            Err(self.discarded(&mut state, serial))
+        } else {
+            self.finish(
+                &mut state,
+                call,
+                &mut placed,
+                &mut sorted,
+                (&born, &outputs),
+                serial,
+            )
+        };
+        let graph = match finished {
+            Ok(graph) => graph,
+            Err(undone) => {
+                let loose = Loose {
+                    given,
+                    lent,
+                    born,
+                    outputs,
+                    values: said.values,
+                };
+                let undone = self.undo(&mut state, call, loose, undone);
+                return (state, Err(undone));
             }
-            Outcome::Failed(error, Blame { text, refused, .. }) => {
-                let broken = self.abandon(&mut state, serial);
+        };
+        state.charge(call.function, reason);
+        call.end_fed();
+        state.drop_carried();
+        let (_kept, deaths) = if state.path.is_empty() {
+            Default::default()
+        } else {
+            self.deaths(&state, call, before, &given, &placed)
+        };
+        let recorded = Recorded {
+            graph,
+            placed,
+            sorted,
+            outputs,
+            footprint: footprint(&born),
+            values: said.values,
+            deaths,
+        };
+        self.commit(&mut state, call, recorded, reason, out);
+        born.clear();
+        state.born = born;
+        (state, Ok(()))
+    }
+
+    /// The driver did not begin the capture.
+    #[cold]
+    fn not_begun(&self, serial: u64, error: DeviceError) -> Box<Undone> {
+        self.allocator
+            .leave_capture(serial, Some((&self.pool, &[])));
+        Box::new(Undone::Capture(error.into()))
+    }
+
+    /// The closure did not return; its capture is ended.
+    #[cold]
+    fn not_returned(&self, state: &mut State<D>, outcome: Outcome<D>, serial: u64) -> Box<Undone> {
+        let broken = self.abandon(state, serial);
+        Box::new(match outcome {
+            Outcome::Returned(..) => Undone::Discarded,
+            Outcome::Panicked(panic) => Undone::Panic(panic, broken),
+            Outcome::Failed(failed) => {
+                let (error, blame) = *failed;
+                let Blame { text, refused, .. } = blame;
                 let failed = refused.is_some() || broken.is_some();
-                let first = broken.and_then(|broken| broken.first);
-                let first = first.or_else(|| first_of(&refused?));
-                Err(if failed {
-                    self.bury(&mut state, error);
+                let first = || {
+                    let first = broken.and_then(|broken| broken.first);
+                    first.or_else(|| first_of(&refused?))
+                };
+                if blame.not_capturable {
+                    self.bury(state, error);
+                    Undone::Never(Never::NotCapturable)
+                } else if failed {
+                    self.bury(state, error);
+                    let first = first();
                     Undone::Capture(Failure { text, first })
                 } else {
                     Undone::Call(error)
-                })
+                }
             }
-            Outcome::Panicked(panic) => Err(Undone::Panic(panic, self.abandon(&mut state, serial))),
-        };
-        match ended {
-            Ok((graph, sorted)) => {
-                let recorded = Recorded {
-                    graph,
-                    placed,
-                    sorted,
-                    given,
-                    outputs: returned,
-                    footprint: footprint(&storages),
-                    values,
-                };
-                state.charge(call.function, reason);
-                call.end_fed();
-                state.drop_carried();
-                self.commit(&mut state, call, before, recorded, reason, out);
-                storages.clear();
-                state.born = storages;
-                (state, Ok(()))
-            }
-            Err(undone) => {
-                // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.
-                given.iter().for_each(|g| g.storage.hush());
-                self.let_go(&mut state, returned, values);
-                self.drop_survivors(call, &storages);
-                let undone = match self.roll_back(call, given, &lent) {
-                    Ok(()) => undone,
-                    Err(error) => {
-                        self.bury(&mut state, undone);
-                        Undone::Call(error)
-                    }
-                };
-                (state, Err(undone))
+        })
+    }
+
+    /// The closure wants nothing kept; its capture is ended.
+    #[cold]
+    fn discarded(&self, state: &mut State<D>, serial: u64) -> Box<Undone> {
+        Box::new(match self.abandon(state, serial) {
+            Some(broken) => Undone::Capture(broken.into()),
+            None => Undone::Discarded,
+        })
+    }
+
+    /// Brings back what a recording that came to nothing was given, and lets go of what it made. What to say of it.
+    #[cold]
+    fn undo(
+        &self,
+        state: &mut State<D>,
+        call: &mut Call<'_, '_, D>,
+        loose: Loose<D>,
+        undone: Box<Undone>,
+    ) -> Box<Undone> {
+        // A given input that is among the outputs dies only here, outside of the capture. It is brought back, so the device is told nothing.
+        loose.given.iter().for_each(|g| g.storage.hush());
+        self.let_go(state, loose.outputs, loose.values);
+        self.drop_survivors(call, &loose.born);
+        match self.roll_back(call, loose.given, &loose.lent) {
+            Ok(()) => undone,
+            Err(error) => {
+                self.bury(state, undone);
+                Box::new(Undone::Call(error))
             }
         }
     }
@@ -281,96 +400,90 @@ impl<D: Device> Inner<D> {
         state: &mut State<D>,
         call: &Call<'_, '_, D>,
         placed: &mut Placed<D>,
-        born: &[Arc<Storage<D>>],
-        outputs: &[Tensor<D>],
+        sorted: &mut Sorted<D>,
+        made: (&[Arc<Storage<D>>], &[Tensor<D>]),
         serial: u64,
-    ) -> Result<Finished<D>, Undone> {
+    ) -> Result<Launchable<D>, Box<Undone>> {
         let device = self.allocator.device();
-        let sorted = self.sort_outputs(
-            &state.functions[call.function],
-            call,
-            Phase::Record,
-            &mut placed.specs,
-            outputs,
-            born,
-        );
-        let sorted = match sorted {
-            Ok(sorted) => sorted,
-            Err(error) => {
-                // In a broken capture that came first; answered eagerly, the call meets the error again if it stands for itself.
-                return Err(match self.abandon(state, serial) {
-                    Some(broken) => Undone::Capture(broken.into()),
-                    None => Undone::Call(error),
-                });
-            }
-        };
+        let function = &state.functions[call.function];
+        let min_nodes = function.min_nodes;
+        let specs = &mut placed.specs;
+        if let Err(error) = self.sort_outputs(function, call, Phase::Record, specs, made, sorted) {
+            // In a broken capture that came first; answered eagerly, the call meets the error again if it stands for itself.
+            return Err(self.not_sorted(state, serial, error));
+        }
         let ended = device.end_capture(&self.stream);
-        let own = (&self.pool, born);
+        let own = (&self.pool, made.0);
         let baked = self.allocator.leave_capture(serial, Some(own));
-        let min_nodes = state.functions[call.function].min_nodes;
-        let capture = |error: DeviceError| Undone::Capture(error.into());
         let launch = || {
-            let template = ended.map_err(capture)?;
-            let info = device.graph_info(&template).map_err(capture)?;
-            if info.memory > 0 {
-                let text = Error::MemoryNodes(info).to_string();
-                return Err(Undone::Capture(Failure { text, first: None }));
+            let template = ended?;
+            let info = device.graph_info(&template)?;
+            if info.memory > 0 || info.nodes() < min_nodes {
+                return Err(Undone::of(info));
             }
-            if info.nodes() < min_nodes {
-                return Err(Undone::Never(Never::TooSmall));
-            }
-            let exec = relaxed(device, || device.instantiate(&template)).map_err(capture)?;
+            let exec = relaxed(device, || device.instantiate(&template))?;
             let first = || device.launch_graph(&exec, call.stream, &placed.sources);
             baked
                 .launch(device, call.stream, first)
-                .map_err(|error| Undone::Call(error.into()))?;
+                .map_err(Undone::call)?;
             let template = state.keeps_templates.then(|| Arc::new(template));
             Ok((exec, info, template))
         };
         match launch() {
-            Ok((exec, info, template)) => {
-                let graph = Launchable {
-                    exec,
-                    info,
-                    template,
-                    baked,
-                };
-                Ok((graph, sorted))
-            }
+            Ok((exec, info, template)) => Ok(Launchable {
+                exec,
+                info,
+                template,
+                baked,
+            }),
             Err(undone) => {
-                self.pool.unpin(&baked.pins);
-                // Of the last one the backing may be the caller's.
-                if baked.has_pools() {
-                    self.bury(state, baked);
-                }
+                self.let_go_baked(state, baked);
                 Err(undone)
             }
         }
     }
 
+    /// The outputs cannot be handed out; the capture is ended.
+    #[cold]
+    fn not_sorted(&self, state: &mut State<D>, serial: u64, error: Error) -> Box<Undone> {
+        Box::new(match self.abandon(state, serial) {
+            Some(broken) => Undone::Capture(broken.into()),
+            None => Undone::Call(error),
+        })
+    }
+
     /// Ends a capture that comes to nothing. Whatever ending it says, the stream does not capture any more; if it says that the capture
     /// was broken, that is given.
+    #[cold]
     fn abandon(&self, state: &mut State<D>, serial: u64) -> Option<DeviceError> {
         let ended = self.allocator.device().end_capture(&self.stream);
-        let baked = self
-            .allocator
-            .leave_capture(serial, Some((&self.pool, &[])));
-        if baked.has_pools() {
-            self.bury(state, baked);
-        }
+        let own = (&self.pool, &[][..]);
+        let baked = self.allocator.leave_capture(serial, Some(own));
+        self.let_go_baked(state, baked);
         let error = ended.err()?;
         tracing::debug!(%error, "an abandoned capture ended with an error");
         let broken = error.code == Code::StreamCaptureInvalidated || error.first.is_some();
         broken.then_some(error)
     }
 
+    /// Lets go of what a graph that never came to be would have kept.
+    #[cold]
+    fn let_go_baked(&self, state: &mut State<D>, baked: Baked<D>) {
+        self.pool.unpin(&baked.pins);
+        // Of the last one the backing may be the caller's.
+        if baked.has_pools() {
+            self.bury(state, baked);
+        }
+    }
+
     /// Brings back what was given and died inside: its block, and a handle in the caller's hands for each. What was allocated inside is free again, so
     /// wherever such a block lay is free too.
+    #[cold]
     fn roll_back(
         &self,
         call: &mut Call<'_, '_, D>,
         given: Vec<Given<D>>,
-        lent: &[(Arc<Storage<D>>, Allocation)],
+        lent: &Lent<D>,
     ) -> Result<()> {
         let mut died: Vec<Arc<Storage<D>>> = Vec::new();
         let mut claim: Vec<Claim> = Vec::new();
@@ -428,27 +541,18 @@ impl<D: Device> Inner<D> {
         Ok(())
     }
 
-    /// Makes the node. Nothing here can fail.
-    fn commit(
+    /// Which outputs of the path were dead before a recording, and which died in it. What was given to it and kept inside is held from here on.
+    #[inline(never)] // nothing of it where there is no path
+    fn deaths(
         &self,
-        state: &mut State<D>,
+        state: &State<D>,
         call: &Call<'_, '_, D>,
         before: &[SmallVec<[u64; 2]>],
-        recorded: Recorded<D>,
-        reason: Reason,
-        out: &mut Outputs<D>,
-    ) {
-        let Recorded {
-            graph,
-            placed,
-            sorted,
-            given,
-            outputs,
-            footprint,
-            values,
-        } = recorded;
+        given: &[Given<D>],
+        placed: &Placed<D>,
+    ) -> (Vec<Tensor<D>>, Deaths<D>) {
         // Given and kept inside: the caller's again, and not to die between the looks that follow.
-        let _kept: Vec<_> = given
+        let kept: Vec<_> = given
             .iter()
             .filter_map(|given| {
                 given.storage.hand_over(call.stream);
@@ -473,7 +577,7 @@ impl<D: Device> Inner<D> {
                 while died != 0 {
                     let storage = state.slot(entry, word * 64 + died.trailing_zeros() as usize);
                     died &= died - 1;
-                    let mut inputs = given_in(&given, storage);
+                    let mut inputs = given_in(given, storage);
                     let demoted = |spec: &InputSpec<D>| {
                         matches!(spec, InputSpec::Copied { demoted: true, .. })
                     };
@@ -490,6 +594,27 @@ impl<D: Device> Inner<D> {
                 }
             }
         }
+        (kept, (must_be_dead.into(), consumed.into()))
+    }
+
+    /// Makes the node. Nothing here can fail.
+    fn commit(
+        &self,
+        state: &mut State<D>,
+        call: &Call<'_, '_, D>,
+        recorded: Recorded<D>,
+        reason: Reason,
+        out: &mut Outputs<D>,
+    ) {
+        let Recorded {
+            graph,
+            placed,
+            sorted,
+            outputs,
+            footprint,
+            values,
+            deaths: (must_be_dead, consumed),
+        } = recorded;
         let variant = (call.function, call.variant);
         let parent = state.tip();
         let id = NodeId(state.counts.recordings);
@@ -528,10 +653,10 @@ impl<D: Device> Inner<D> {
                 .iter()
                 .any(|o| matches!(o, OutputSpec::Bound(_))),
             inputs: placed.specs,
-            must_be_dead: must_be_dead.into(),
+            must_be_dead,
             footprint,
             used: state.counts.uses(),
-            consumed: consumed.into(),
+            consumed,
             values: values.clone().into(),
             outputs: sorted.specs,
             slots: sorted.slots,
@@ -575,6 +700,7 @@ impl<D: Device> Inner<D> {
 }
 
 /// The refusal that an error goes back to, unless all that is known is that the capture was broken.
+#[cold]
 fn first_of(error: &DeviceError) -> Option<Box<DeviceError>> {
     let root = error.root();
     (root.code != Code::StreamCaptureInvalidated).then(|| Box::new(root.clone()))
@@ -604,6 +730,7 @@ impl<D: Device> State<D> {
 }
 
 impl Blame {
+    #[cold]
     pub(super) fn of(error: &Error) -> Self {
         let all = || {
             std::iter::successors(Some(error as &(dyn std::error::Error + 'static)), |e| {

@@ -241,7 +241,16 @@ impl<D: Device> Inner<D> {
     }
 
     /// Removes recordings until there is room for `more` graphs within the budget.
+    #[inline]
     pub(super) fn make_room(&self, state: &mut State<D>, more: usize) -> Vec<Node<D>> {
+        match state.is_over_budget(more) {
+            true => self.evict(state, more),
+            false => Vec::new(),
+        }
+    }
+
+    #[cold]
+    fn evict(&self, state: &mut State<D>, more: usize) -> Vec<Node<D>> {
         let mut all = Vec::new();
         while state.is_over_budget(more) {
             let Some(key) = state.least_recently_used() else {

@@ -4,7 +4,7 @@
 
 use tracing::debug_span;
 
-use super::call::{Call, Outcome};
+use super::call::{Call, Outcome, Placed, Sorted};
 use super::outputs::Outputs;
 use super::path::{Entry, Run, Warm};
 use super::reason::Reason;
@@ -17,6 +17,7 @@ use crate::sync::MutexGuard;
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given outputs of the path
     /// are as the closure left them.
+    #[inline(never)]
     pub(super) fn warmup<'s>(
         &'s self,
         state: MutexGuard<'s, State<D>>,
@@ -39,12 +40,14 @@ impl<D: Device> Inner<D> {
         self.follow(call.stream, &self.stream)?;
         state.use_stream(call.stream);
         let route = self.allocator.route_call(&self.stream, &self.pool);
-        let placed = self.place(&state, &call, &route).and_then(|placed| {
-            self.copy_in(&placed.0)?;
-            Ok(placed)
+        let mut placed = Placed::new(call.args.len());
+        let inputs = self.place(&state, &call, &route, &mut placed);
+        let inputs = inputs.and_then(|inputs| {
+            self.copy_in(&placed)?;
+            Ok(inputs)
         });
-        let (mut placed, inputs) = match placed {
-            Ok(placed) => placed,
+        let inputs = match inputs {
+            Ok(inputs) => inputs,
             Err(error) => {
                 self.join(call.stream)?;
                 return Err(error);
@@ -63,16 +66,17 @@ impl<D: Device> Inner<D> {
                 said = spoken;
                 let function = &state.functions[call.function];
                 let specs = &mut placed.specs;
-                match self.sort_outputs(function, &call, Phase::Warmup, specs, &outputs, &storages)
-                {
-                    Ok(sorted) => Ok(Some((sorted, outputs))),
+                let mut sorted = Sorted::new(outputs.len());
+                let made = (&*storages, &*outputs);
+                match self.sort_outputs(function, &call, Phase::Warmup, specs, made, &mut sorted) {
+                    Ok(()) => Ok(Some((sorted, outputs))),
                     Err(error) => {
                         self.let_go(&mut state, outputs, std::mem::take(&mut said.values));
                         Err(error)
                     }
                 }
             }
-            Outcome::Failed(error, _) => Err(error),
+            Outcome::Failed(failed) => Err(failed.0),
             Outcome::Panicked(panic) => {
                 panicked = Some(panic);
                 Ok(None)
