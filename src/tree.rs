@@ -28,6 +28,7 @@ mod recorder;
 mod remove;
 mod replay;
 mod run;
+mod undo;
 mod view;
 mod warmup;
 
@@ -53,8 +54,8 @@ use generation::Generations;
 use inline::Inlined;
 use node::Node;
 use path::Entry;
-use record::Failure;
 use remove::{Buried, Registry};
+use undo::Failure;
 
 pub use admit::Mismatch;
 pub use args::{Arg, BodyResult, Inputs, Value, give, lend};

@@ -186,10 +186,7 @@ impl<D: Device> Allocator<D> {
             key,
             id: books.pools[key].id,
         };
-        let pools = match ended.pools.is_empty() {
-            true => Vec::new(),
-            false => ended.pools.into_iter().map(handle).collect(),
-        };
+        let pools = ended.pools.into_iter().map(handle).collect();
         // Pinned blocks are locked before the books.
         drop(books);
         Baked {

@@ -286,7 +286,7 @@ pub(super) struct Pages<T> {
     pages: Counted<[T; PAGE]>,
     /// Runs of entries, named by saved tables and by `base`.
     runs: Counted<[u32; RUN]>,
-    /// The present table, in whole runs: for each [`PAGE`] slots a page, or [`NONE`].
+    /// The present table, in whole runs: for each [`PAGE`] slots a page; behind all that have one, [`NONE`].
     table: Vec<u32>,
     /// For each run of the present table the run in the arena that it was last equal to, or [`NONE`]...
     base: Vec<u32>,

@@ -136,11 +136,10 @@ pub(super) struct Sorted<D: Device> {
     pub(super) first: SmallVec<[usize; 4]>,
 }
 
-impl<D: Device> Sorted<D> {
-    /// Of none of `outputs` outputs yet.
-    pub(super) fn new(outputs: usize) -> Self {
+impl<D: Device> Default for Sorted<D> {
+    fn default() -> Self {
         Sorted {
-            specs: OutputSpecs::with_capacity(outputs),
+            specs: OutputSpecs::new(),
             slots: OutputSlots::new(),
             first: SmallVec::new(),
         }
@@ -148,7 +147,7 @@ impl<D: Device> Sorted<D> {
 }
 
 impl<D: Device> Inner<D> {
-    /// Classifies the inputs, and allocates the places of the copied ones; what the closure gets, by position, without what is given of the path.
+    /// Classifies the inputs into `placed`, and allocates the places of the copied ones; what the closure gets, by position, without what is given of the path.
     /// On an error nothing has changed.
     pub(super) fn place(
         &self,
@@ -356,7 +355,7 @@ impl<D: Device> Inner<D> {
         (outcome.unwrap_or_else(Outcome::Panicked), born)
     }
 
-    /// Says of each output what it is, and finds what the closure kept without returning it.
+    /// Says in `sorted` of each output what it is, and finds what the closure kept without returning it.
     pub(super) fn sort_outputs(
         &self,
         function: &FunctionState<D>,
@@ -367,6 +366,7 @@ impl<D: Device> Inner<D> {
         sorted: &mut Sorted<D>,
     ) -> Result<()> {
         self.check_outputs(call.name, outputs)?;
+        sorted.specs.reserve_exact(outputs.len());
         for (index, output) in outputs.iter().enumerate() {
             let spec = self.sort_output(function, call, inputs, output, index, born, sorted)?;
             sorted.specs.push(spec);

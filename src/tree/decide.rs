@@ -189,7 +189,7 @@ impl<D: Device> State<D> {
 
     /// Follows the function's policy for inputs that move, where one of the recordings is of the same inputs but for moves: then it is recorded on account of
     /// the first of them, with `demoted` copied, or what the policy says is done instead.
-    #[cold]
+    #[inline(never)] // asked only where there are recordings at the place
     fn on_move(
         &self,
         function: FunctionKey,
@@ -326,7 +326,7 @@ impl<D: Device> State<D> {
     }
 
     /// The first recording of a variant, wherever in the tree, that writes over nothing that is held: it may be replayed although the path is another.
-    #[cold]
+    #[inline(never)] // asked only where something of another generation is held
     fn admitted_apart(
         &self,
         function: FunctionKey,
@@ -367,7 +367,6 @@ impl<D: Device> State<D> {
     }
 
     /// Whether a child of the tip would write over something that is held and that its masks do not speak of.
-    #[inline]
     fn overwrites_others(
         &self,
         key: NodeKey,
@@ -420,6 +419,7 @@ impl<D: Device> Inner<D> {
         }
     }
 
+    /// Says what to do about an answer.
     #[cold]
     fn advise(
         &self,

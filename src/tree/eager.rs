@@ -19,7 +19,7 @@ use crate::sync::MutexGuard;
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given inputs are as the closure
     /// left them.
-    #[inline(never)]
+    #[inline(never)] // not on the way of a recording
     pub(super) fn eager<'s>(
         &'s self,
         state: MutexGuard<'s, State<D>>,

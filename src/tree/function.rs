@@ -461,6 +461,7 @@ impl<D: Device> FunctionState<D> {
         }
     }
 
+    /// The error for another number of inputs than is declared.
     #[cold]
     fn miscounted(&self, passed: usize, declared: usize) -> Error {
         let (bound, total) = (self.bound.len(), passed + self.bound.len());
@@ -530,6 +531,7 @@ impl<D: Device> FunctionState<D> {
         }
     }
 
+    /// The same where there are some.
     fn hold_all(&self, mut held: HeldBound<D>) -> HeldBound<D> {
         for (position, bound) in &self.bound {
             let Bound::Tensor(weak) = bound else { continue };
@@ -550,6 +552,7 @@ impl<D: Device> FunctionState<D> {
         }
     }
 
+    /// The same where there are some.
     fn upgrade_bound(&self) -> Result<Vec<(usize, BoundInput<D>)>> {
         self.bound
             .iter()

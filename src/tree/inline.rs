@@ -60,7 +60,7 @@ impl<D: Device> Inner<D> {
 
     /// Runs a function inside the capture that the stream takes part in. An error leaves tree and given inputs as they were; what the closure had
     /// enqueued stays in the capture.
-    #[inline(never)]
+    #[inline(never)] // not on the way of a recording
     pub(super) fn inline<'s>(
         &'s self,
         state: MutexGuard<'s, State<D>>,

@@ -166,12 +166,7 @@ impl<D: Device> Consumed<D> {
 
 /// The addresses of these storages, as disjoint ranges in ascending order.
 pub(super) fn footprint<D: Device>(storages: &[Arc<Storage<D>>]) -> Footprint {
-    let mut ranges = Footprint::new();
-    if let [storage] = storages {
-        ranges.push(storage.range());
-        return ranges;
-    }
-    ranges.extend(storages.iter().map(|s| s.range()));
+    let mut ranges: Footprint = storages.iter().map(|s| s.range()).collect();
     ranges.sort_unstable_by_key(|r| r.start);
     ranges.dedup_by(|range, last| {
         let joined = range.start <= last.end;

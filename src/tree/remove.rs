@@ -249,6 +249,7 @@ impl<D: Device> Inner<D> {
         }
     }
 
+    /// The same where there is none.
     #[cold]
     fn evict(&self, state: &mut State<D>, more: usize) -> Vec<Node<D>> {
         let mut all = Vec::new();

@@ -17,7 +17,7 @@ use crate::sync::MutexGuard;
 impl<D: Device> Inner<D> {
     /// Runs the call's function eagerly. An error before the closure was called leaves everything as it was; after it, given outputs of the path
     /// are as the closure left them.
-    #[inline(never)]
+    #[inline(never)] // not on the way of a recording
     pub(super) fn warmup<'s>(
         &'s self,
         state: MutexGuard<'s, State<D>>,
@@ -66,7 +66,7 @@ impl<D: Device> Inner<D> {
                 said = spoken;
                 let function = &state.functions[call.function];
                 let specs = &mut placed.specs;
-                let mut sorted = Sorted::new(outputs.len());
+                let mut sorted = Sorted::default();
                 let made = (&*storages, &*outputs);
                 match self.sort_outputs(function, &call, Phase::Warmup, specs, made, &mut sorted) {
                     Ok(()) => Ok(Some((sorted, outputs))),
