@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use cudagraph_trees::device::host::HostDevice;
 
 /// Numerator, denominator, and the most their ratio may be.
-const BOUNDS: [(&str, &str, f64); 5] = [
+const BOUNDS: [(&str, &str, f64); 6] = [
     // The state is a value: keeping ten thousand blocks costs little more than keeping ten.
     (
         "checkpoint.take.blocks=10000",
@@ -38,6 +38,8 @@ const BOUNDS: [(&str, &str, f64); 5] = [
         "tree_path.chain.depth=4.per_node",
         1.5,
     ),
+    // Who goes for want of room is not searched among all.
+    ("record.full.tree.kernels=1", "record.tree.kernels=1", 4.0),
     // More live blocks, hardly dearer blocks.
     (
         "alloc.trace.live=10000.max=2^20.hot",

@@ -15,6 +15,7 @@ mod numbers;
 mod random;
 
 use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -26,8 +27,8 @@ use cudagraph_trees::pool::{
     Adopt, Allocation, Pool, PoolConfig, Restored, StreamId, Tag, Unclaimed,
 };
 use cudagraph_trees::{
-    Allocator, Arg, Function, FunctionSpec, Graph, GraphTrees, Outputs, Phase, PoolOptions, Tensor,
-    lend,
+    Allocator, Arg, Budget, Function, FunctionSpec, Graph, GraphTrees, Outputs, Phase, PoolOptions,
+    Tensor, lend,
 };
 use numbers::Numbers;
 use random::Random;
@@ -597,7 +598,57 @@ impl<D: Device> Bench<D> {
         Ok(())
     }
 
-    /// One recording, to its first launch: by the calls of the device alone, and by the tree, in turns. Executables are kept in both: where one is destroyed,
+    /// One recording, to its first launch, by the calls of the device alone.
+    fn by_hand(
+        &self,
+        capture: &D::Stream,
+        kernels: usize,
+        (x, out): (&Tensor<D>, &Tensor<D>),
+    ) -> Outcome<(f64, D::Exec)> {
+        let start = Instant::now();
+        self.device
+            .begin_capture(capture, CaptureMode::ThreadLocal)?;
+        for _ in 0..kernels {
+            let (dst, src) = (out.ptr()?, x.ptr()?);
+            self.kernels
+                .scale_add(&self.device, capture, dst, src, N, 1.0, 1.0)?;
+        }
+        let graph = self.device.end_capture(capture)?;
+        let exec = self.device.instantiate(&graph)?;
+        // The template is not needed any more, here as there.
+        drop(graph);
+        self.device.launch_graph(&exec, &self.stream, &[])?;
+        Ok((ns(start), exec))
+    }
+
+    /// The same by a tree: a function of its own, at the root.
+    fn by_tree(
+        &self,
+        trees: &GraphTrees<D>,
+        kernels: usize,
+        x: &Tensor<D>,
+    ) -> Outcome<(f64, Function)> {
+        let k = self.kernels.clone();
+        let spec = FunctionSpec::new("f").static_input(0).skip_warmup();
+        let f = trees.register(spec, move |rec, inputs| {
+            let src = inputs.get(0)?.ptr()?;
+            let out = rec.alloc(4 * N)?;
+            for _ in 0..kernels {
+                k.scale_add(rec.device(), rec.stream(), out.ptr()?, src, N, 1.0, 1.0)?;
+            }
+            Ok(vec![out])
+        })?;
+        let step = trees.step();
+        let start = Instant::now();
+        let outputs = trees.run(&f, &step, &[], &self.stream, &mut [lend(x)])?;
+        let time = ns(start);
+        match outputs.phase() {
+            Phase::Record => Ok((time, f)),
+            other => Err(format!("a {other} where a recording is timed").into()),
+        }
+    }
+
+    /// Recordings by hand and by a tree, in turns. Executables are kept in both: where one is destroyed,
     /// the driver has its memory at hand for the next (`by_hand.dropped`), but a tree keeps its recordings.
     fn record(&self) -> Outcome {
         const ROUNDS: usize = 64;
@@ -609,45 +660,8 @@ impl<D: Device> Bench<D> {
             }
             let (x, out) = (self.tensor()?, self.tensor()?);
             let capture = self.device.create_stream()?;
-            let by_hand = || -> Outcome<(f64, D::Exec)> {
-                let start = Instant::now();
-                self.device
-                    .begin_capture(&capture, CaptureMode::ThreadLocal)?;
-                for _ in 0..kernels {
-                    let (dst, src) = (out.ptr()?, x.ptr()?);
-                    self.kernels
-                        .scale_add(&self.device, &capture, dst, src, N, 1.0, 1.0)?;
-                }
-                let graph = self.device.end_capture(&capture)?;
-                let exec = self.device.instantiate(&graph)?;
-                // The template is not needed any more, here as there.
-                drop(graph);
-                self.device.launch_graph(&exec, &self.stream, &[])?;
-                Ok((ns(start), exec))
-            };
+            let by_hand = || self.by_hand(&capture, kernels, (&x, &out));
             let trees = GraphTrees::new(&self.allocator)?;
-            let by_tree = |round: usize| -> Outcome<(f64, Function)> {
-                let k = self.kernels.clone();
-                let spec = FunctionSpec::new(&format!("f{round}"))
-                    .static_input(0)
-                    .skip_warmup();
-                let f = trees.register(spec, move |rec, inputs| {
-                    let src = inputs.get(0)?.ptr()?;
-                    let out = rec.alloc(4 * N)?;
-                    for _ in 0..kernels {
-                        k.scale_add(rec.device(), rec.stream(), out.ptr()?, src, N, 1.0, 1.0)?;
-                    }
-                    Ok(vec![out])
-                })?;
-                let step = trees.step();
-                let start = Instant::now();
-                let outputs = trees.run(&f, &step, &[], &self.stream, &mut [lend(&x)])?;
-                let time = ns(start);
-                match outputs.phase() {
-                    Phase::Record => Ok((time, f)),
-                    other => Err(format!("a {other} where a recording is timed").into()),
-                }
-            };
             let mut dropped = Vec::new();
             for _ in 0..ROUNDS {
                 dropped.push(by_hand()?.0);
@@ -664,7 +678,7 @@ impl<D: Device> Bench<D> {
                         hand.push(time);
                         kept.push((Some(exec), None));
                     } else {
-                        let (time, f) = by_tree(round)?;
+                        let (time, f) = self.by_tree(&trees, kernels, &x)?;
                         tree.push(time);
                         kept.push((None, Some(f)));
                     }
@@ -680,6 +694,49 @@ impl<D: Device> Bench<D> {
         Ok(())
     }
 
+    /// The same where the tree's budget is full, so that the recording that was used the longest ago goes for each new one; by hand, the oldest executable does.
+    fn record_full(&self) -> Outcome {
+        const ROUNDS: usize = 64;
+        let name = |kind: &str| format!("record.full.{kind}.kernels=1");
+        if !["by_hand", "tree", "over_by_hand"]
+            .iter()
+            .any(|kind| self.wants(&name(kind)))
+        {
+            return Ok(());
+        }
+        let (x, out) = (self.tensor()?, self.tensor()?);
+        let capture = self.device.create_stream()?;
+        let trees = GraphTrees::new(&self.allocator)?;
+        let (mut functions, mut execs) = (Vec::new(), VecDeque::new());
+        for _ in 0..Budget::default().graphs {
+            functions.push(self.by_tree(&trees, 1, &x)?.1);
+        }
+        self.drain()?;
+        let (mut hand, mut tree) = (Vec::new(), Vec::new());
+        for round in 0..ROUNDS {
+            for turn in [0, 1] {
+                if (round.count_ones() + turn) % 2 == 0 {
+                    let (time, exec) = self.by_hand(&capture, 1, (&x, &out))?;
+                    execs.push_back(exec);
+                    let start = Instant::now();
+                    let oldest = (execs.len() > ROUNDS / 4).then(|| execs.pop_front());
+                    drop(oldest);
+                    hand.push(time + ns(start));
+                } else {
+                    let (time, f) = self.by_tree(&trees, 1, &x)?;
+                    tree.push(time);
+                    functions.push(f);
+                }
+                self.drain()?;
+            }
+        }
+        let (hand, tree) = (median(hand), median(tree));
+        self.put(&name("by_hand"), hand, "ns");
+        self.put(&name("tree"), tree, "ns");
+        self.ratio(&name("over_by_hand"), tree / hand);
+        Ok(())
+    }
+
     fn all(&self) -> Outcome {
         self.machine();
         self.raw_replay()?;
@@ -688,6 +745,7 @@ impl<D: Device> Bench<D> {
         self.tree_path()?;
         self.record_child_after_replay()?;
         self.record()?;
+        self.record_full()?;
         self.checkpoint()?;
         self.handle()?;
         self.alloc()

@@ -15,6 +15,7 @@ mod function;
 mod generation;
 mod inline;
 mod keep;
+mod leaves;
 #[cfg(all(test, loom))]
 mod models;
 mod node;
@@ -32,7 +33,7 @@ mod undo;
 mod view;
 mod warmup;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::panic::Location;
 use std::sync::{Arc, Weak};
@@ -52,6 +53,7 @@ use decide::Place;
 use function::{Bound, FunctionState};
 use generation::Generations;
 use inline::Inlined;
+use leaves::Leaves;
 use node::Node;
 use path::Entry;
 use remove::{Buried, Registry};
@@ -148,7 +150,8 @@ struct State<D: Device> {
     /// How many were registered so far.
     registered: u32,
     /// In order of creation.
-    roots: Vec<NodeKey>,
+    roots: VecDeque<NodeKey>,
+    leaves: Leaves,
     /// What functions did below a node (or at the root) on account of inputs that moved.
     places: HashMap<(Option<NodeKey>, FunctionKey), Place>,
     budget: Budget,
@@ -468,7 +471,8 @@ impl<D: Device> State<D> {
             functions: SlotMap::with_key(),
             registered: 0,
             nodes: SlotMap::with_key(),
-            roots: Vec::new(),
+            roots: VecDeque::new(),
+            leaves: Leaves::default(),
             path: Vec::new(),
             carried: Vec::new(),
             books_exact: true,

@@ -2,18 +2,24 @@
 //! Names carry the rows of the tables.
 
 mod common;
+#[allow(dead_code)] // numbers that are not whole
+#[path = "../examples/support/random.rs"]
+mod random;
 
 use std::sync::{Arc, Mutex, mpsc};
 
 use common::Rig;
 use cudagraph_trees::device::Device;
 use cudagraph_trees::{Budget, Function, FunctionSpec, Phase, Reason, ReasonKind, lend};
+use random::Random;
 
 suite!(
     the_one_unused_the_longest_goes,
     a_replay_is_later_than_the_recording_before_it,
     leaves_go_before_what_they_are_below,
+    who_goes_is_what_a_search_through_all_says,
     what_is_held_stays,
+    where_the_oldest_is_held_the_next_goes,
     no_graph_at_all,
     one_graph,
     bytes_of_graphs,
@@ -106,6 +112,97 @@ fn leaves_go_before_what_they_are_below<D: Device>(rig: Rig<D>) {
     rig.finish();
 }
 
+/// What a plain model knows of a recording: the functions from the root to it, and when it was used last.
+type Known = (Vec<usize>, u64);
+
+/// The leaf that was used the longest ago and is not on the path.
+fn oldest(known: &[Known], path: &[usize]) -> Option<usize> {
+    let below = |a: &[usize], b: &[usize]| a.len() > b.len() && a.starts_with(b);
+    let goes = |(at, _): &(usize, u64)| {
+        let it = &known[*at].0;
+        !path.starts_with(it) && !known.iter().any(|(other, _)| below(other, it))
+    };
+    let used = known.iter().map(|(_, used)| *used).enumerate();
+    used.filter(goes)
+        .min_by_key(|(_, used)| *used)
+        .map(|(at, _)| at)
+}
+
+fn who_goes_is_what_a_search_through_all_says<D: Device>(rig: Rig<D>) {
+    const FUNCTIONS: usize = 6;
+    let functions: Vec<Function> = (0..FUNCTIONS)
+        .map(|f| root(&rig, &f.to_string(), f as f32))
+        .collect();
+    let x = rig.floats(&[1.0]);
+    let mut random = Random::new(5);
+    let mut known: Vec<Known> = Vec::new();
+    let (mut clock, mut replays, mut removed) = (0, 0, 0);
+    let mut cap = 7;
+    for round in 0..600 {
+        if round % 97 == 96 {
+            // Never above what there is room for already, so nothing goes at once.
+            cap = 7 + random.below(6) + known.len().saturating_sub(7);
+            rig.trees.set_budget(graphs(cap));
+        } else if round == 0 {
+            rig.trees.set_budget(graphs(cap));
+        }
+        if round % 31 == 30 {
+            // What is recorded of a function goes, with all that is below.
+            let gone = random.below(FUNCTIONS);
+            rig.trees.invalidate(&functions[gone]).unwrap();
+            let before = known.len();
+            known.retain(|(it, _)| !it.contains(&gone));
+            removed += before - known.len();
+        }
+        let step = rig.trees.step();
+        let (mut path, mut at) = (Vec::new(), x.clone());
+        for _ in 0..=random.below(3) {
+            let f = random.below(FUNCTIONS);
+            path.push(f);
+            clock += 1;
+            let expected = match known.iter_mut().find(|(it, _)| *it == path) {
+                Some((_, used)) => {
+                    *used = clock;
+                    replays += 1;
+                    Replay
+                }
+                None => {
+                    while known.len() + 1 > cap {
+                        known.remove(oldest(&known, &path[..path.len() - 1]).unwrap());
+                        removed += 1;
+                    }
+                    known.push((path.clone(), clock));
+                    Record
+                }
+            };
+            let (phase, out) = rig.phased(&functions[f], &step, &at);
+            assert_eq!(phase, expected, "{round}: {path:?}");
+            at = out;
+        }
+        let view = rig.trees.view();
+        let way = |id| {
+            let mut way = Vec::new();
+            let mut next = Some(id);
+            while let Some(node) = view.nodes.iter().find(|n| Some(n.id) == next) {
+                way.insert(0, node.function.parse::<usize>().unwrap());
+                next = node.parent;
+            }
+            way
+        };
+        let there: Vec<_> = view.nodes.iter().map(|node| way(node.id)).collect();
+        let kept: Vec<_> = known.iter().map(|(it, _)| it.clone()).collect();
+        assert_eq!(there, kept, "{round}");
+        let roots: Vec<_> = view.roots.iter().map(|root| way(*root)).collect();
+        let first: Vec<_> = kept.into_iter().filter(|it| it.len() == 1).collect();
+        assert_eq!(roots, first, "{round}");
+    }
+    let counts = rig.trees.counts();
+    assert_eq!((counts.replays, counts.removed), (replays, removed as u64));
+    assert!(replays > 50 && removed > 300, "{replays}, {removed}");
+    drop(x);
+    rig.finish();
+}
+
 fn what_is_held_stays<D: Device>(rig: Rig<D>) {
     rig.trees.set_budget(graphs(2));
     let [a, b, c] = ["a", "b", "c"].map(|name| root(&rig, name, 1.0));
@@ -132,6 +229,30 @@ fn what_is_held_stays<D: Device>(rig: Rig<D>) {
     drop(rig.one(&c, &rig.trees.step(), &x));
     assert_eq!(rig.nodes(), "a c");
     rig.trees.audit().unwrap();
+    drop(x);
+    rig.finish();
+}
+
+fn where_the_oldest_is_held_the_next_goes<D: Device>(rig: Rig<D>) {
+    rig.trees.set_budget(graphs(3));
+    let [a, b, c, d, e] = ["a", "b", "c", "d", "e"].map(|name| root(&rig, name, 1.0));
+    let warms = rig.scale_add("warms", 2.0, 1.0);
+    let x = rig.floats(&[1.0]);
+    let run = |f: &Function| rig.phased(f, &rig.trees.step(), &x).0;
+    let open = rig.trees.step();
+    let (phase, y) = rig.phased(&a, &open, &x);
+    assert_eq!(phase, Record);
+    // Behind what was warmed up and is held, another step begins at the root again; what is held is carried along.
+    let other = rig.trees.step();
+    let (phase, z) = rig.phased(&warms, &other, &x);
+    assert_eq!(phase, Warmup);
+    assert_eq!([&b, &c, &d].map(run), [Record; 3]);
+    assert_eq!(rig.trees.view().roots.len(), 3);
+    assert_eq!(rig.nodes(), "a c d", "a is the oldest");
+    assert_eq!((rig.read(&y), rig.read(&z)), (vec![3.0], vec![3.0]));
+    drop((y, z, open, other));
+    assert_eq!(run(&e), Record);
+    assert_eq!(rig.nodes(), "c d e", "nothing of it is held any more");
     drop(x);
     rig.finish();
 }

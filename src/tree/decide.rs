@@ -155,7 +155,7 @@ impl<D: Device> State<D> {
         if siblings.len() >= f.limits.at_a_place {
             return Choice::Eager(Reason::PlaceLimit);
         }
-        if self.nodes.len() >= self.budget.graphs && self.least_recently_used().is_none() {
+        if self.nodes.len() >= self.budget.graphs && self.oldest_leaf().is_none() {
             return Choice::Eager(Reason::GraphBudget);
         }
         Choice::Record(reason, demoted)

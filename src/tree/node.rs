@@ -46,6 +46,8 @@ pub(super) struct Node<D: Device> {
     pub(super) outputs: OutputSpecs<D>,
     /// When it was used last, by the tree's count of recordings and replays.
     pub(super) used: u64,
+    /// As what of that it is listed among the leaves, if it is.
+    pub(super) listed: u64,
     pub(super) id: NodeId,
     /// The number of the stream on which it was noted last that what it has the addresses of is used: once is enough, for memory that it lives no longer than.
     pub(super) noted: u32,

@@ -339,6 +339,7 @@ impl<D: Device> Inner<D> {
             must_be_dead,
             footprint,
             used: state.counts.uses(),
+            listed: 0,
             consumed,
             values: values.clone().into(),
             outputs: sorted.specs,
@@ -357,14 +358,21 @@ impl<D: Device> Inner<D> {
         });
         state.nodes[node].is_plain = state.nodes[node].may_be_fast();
         match parent {
-            Some(parent) => state.nodes[parent].children.push((variant, node)),
+            Some(key) => {
+                let parent = &mut state.nodes[key];
+                if parent.children.is_empty() {
+                    state.leaves.remove(key, parent);
+                }
+                parent.children.push((variant, node));
+            }
             None => {
                 state.functions[call.function].variants[call.variant]
                     .roots
                     .push(node);
-                state.roots.push(node);
+                state.roots.push_back(node);
             }
         }
+        state.leaves.add(node, &mut state.nodes[node]);
         state.path.push(Entry {
             generation: call.generation,
             run: Run::Node {

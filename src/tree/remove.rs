@@ -254,7 +254,7 @@ impl<D: Device> Inner<D> {
     fn evict(&self, state: &mut State<D>, more: usize) -> Vec<Node<D>> {
         let mut all = Vec::new();
         while state.is_over_budget(more) {
-            let Some(key) = state.least_recently_used() else {
+            let Some(key) = state.oldest_leaf() else {
                 break;
             };
             match self.remove(state, &[key]) {
@@ -312,13 +312,25 @@ impl<D: Device> State<D> {
     /// Takes a node out of the tree.
     fn unlink(&mut self, key: NodeKey) -> Option<Node<D>> {
         let node = self.nodes.remove(key)?;
+        if node.children.is_empty() {
+            self.leaves.remove(key, &node);
+        }
         match node.parent {
-            Some(parent) => {
-                if let Some(parent) = self.nodes.get_mut(parent) {
+            Some(above) => {
+                // Gone before what is below it, if both go.
+                if let Some(parent) = self.nodes.get_mut(above) {
                     parent.children.retain(|(_, child)| *child != key);
+                    if parent.children.is_empty() {
+                        self.leaves.add(above, parent);
+                    }
                 }
             }
-            None => self.roots.retain(|root| *root != key),
+            None => {
+                // Those that go for want of room are among the first.
+                if let Some(at) = self.roots.iter().position(|root| *root == key) {
+                    self.roots.remove(at);
+                }
+            }
         }
         let f = &mut self.functions[node.variant.0];
         f.recordings -= 1;
@@ -334,16 +346,12 @@ impl<D: Device> State<D> {
     }
 
     /// Of the recordings with nothing below them that no run of the path or before is of, the one that was used the longest ago.
-    pub(super) fn least_recently_used(&self) -> Option<NodeKey> {
+    pub(super) fn oldest_leaf(&mut self) -> Option<NodeKey> {
         let in_use = |key: NodeKey| {
             let mut entries = self.path.iter().chain(&self.carried);
             entries.any(|e| matches!(e.run, Run::Node { node, .. } if node == key))
         };
-        self.nodes
-            .iter()
-            .filter(|(key, node)| node.children.is_empty() && !in_use(*key))
-            .min_by_key(|(_, node)| (node.used, node.id))
-            .map(|(key, _)| key)
+        self.leaves.oldest(&mut self.nodes, in_use)
     }
 
     fn forget_places(&mut self, gone: impl Fn(Option<NodeKey>, FunctionKey) -> bool) {
